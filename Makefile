@@ -1,0 +1,59 @@
+# Every target sets up what it needs: `make serve` and `make test` work on a fresh clone.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+
+# The first interpreter that is new enough. `make PYTHON=/path/to/python3.12 venv` names another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+
+# An NVIDIA driver brings the CUDA build of JAX with it.
+HAVE_NVIDIA := $(shell { nvidia-smi -L >/dev/null 2>&1 || test -e /proc/driver/nvidia/version; } && echo yes)
+comma := ,
+EXTRAS := dev$(if $(HAVE_NVIDIA),$(comma)cuda)
+STAMP := $(VENV)/.installed-dev$(if $(HAVE_NVIDIA),-cuda)
+
+.PHONY: venv serve chat test test-all qualify-long lint format imports types clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Strata needs Python 3.11 or newer; none was found (make PYTHON=/path/to/python3)"; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing strata-serve[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
+	@touch $@
+
+serve: venv
+	$(PY) serve.py $(ARGS)
+
+chat: venv
+	$(PY) serve.py chat $(ARGS)
+
+test: lint imports types
+	$(PY) -m pytest -m "not slow and not long" $(ARGS)
+
+test-all: lint imports types
+	$(PY) -m pytest -m "not long" $(ARGS)
+
+qualify-long: venv
+	$(PY) -m pytest -m long $(ARGS)
+
+lint: venv
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+format: venv
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+imports: venv
+	$(VENV)/bin/lint-imports
+
+types: venv
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

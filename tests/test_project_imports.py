@@ -1,0 +1,83 @@
+"""Which third-party libraries may each folder import, and in which files may runtime touch JAX?
+
+Imports between our own folders are import-linter's (pyproject.toml); it follows chains. Here: every
+direct import, so that a new dependency is a decision and not an accident.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+JAX = {"jax", "jaxlib"}
+OURS = {"model", "pallas_kernels", "runtime", "cache_tiers", "qualify", "bench", "serve"}
+
+# folder -> (third-party libraries, own folders besides itself)
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "model": (
+        JAX
+        | {"flax", "orbax", "optax", "numpy", "safetensors", "ml_dtypes", "tokenizers", "jinja2", "tqdm"}
+        | {"huggingface_hub", "gguf", "tensorstore"},
+        {"pallas_kernels"},
+    ),
+    "pallas_kernels": (JAX, set()),
+    "cache_tiers": ({"numpy", "xxhash", "crc32c", "google_crc32c"}, set()),
+    "runtime": (
+        JAX
+        | {"numpy", "aiohttp", "tokenizers", "jinja2", "msgspec", "prometheus_client", "huggingface_hub"}
+        | {"tqdm", "ml_dtypes"},
+        {"model", "cache_tiers"},
+    ),
+    "qualify": ({"aiohttp", "numpy", "matplotlib"}, set()),
+}
+
+# The files of runtime that hold, move or compute device arrays, or choose the devices.
+RUNTIME_FILES_WITH_JAX = {"steps.py", "transfers.py", "swap.py", "serving.py", "memory_plan.py"}
+
+
+def imported_roots(path: Path) -> set[str]:
+    """The top-level names of everything that a file imports, wherever in it; relative imports aside."""
+    roots: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            roots.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            roots.add(node.module.partition(".")[0])
+    return roots
+
+
+@pytest.mark.parametrize("folder", sorted(ALLOWED))
+def test_folder_imports_only_what_its_row_allows(folder: str, repository: Path) -> None:
+    libraries, own_folders = ALLOWED[folder]
+    allowed = libraries | own_folders | {folder} | set(sys.stdlib_module_names)
+    wrong = {
+        f"{path.relative_to(repository)}: {name}"
+        for path in sorted((repository / folder).rglob("*.py"))
+        for name in imported_roots(path) - allowed
+    }
+    assert not wrong
+
+
+def test_runtime_touches_jax_in_few_named_files(repository: Path) -> None:
+    with_jax = {p.name for p in (repository / "runtime").rglob("*.py") if imported_roots(p) & JAX}
+    assert with_jax <= RUNTIME_FILES_WITH_JAX
+
+
+def test_serve_imports_runtime_alone(repository: Path) -> None:
+    ours = imported_roots(repository / "serve.py") & OURS
+    assert ours <= {"runtime"}
+
+
+def test_kernels_never_name_each_others_inner_files(repository: Path) -> None:
+    """A kernel is called through its folder's entry point, never through reference.py, xla.py and so on."""
+    inner = {"reference", "xla", "gpu", "tpu"}
+    wrong = set()
+    for folder in ("model", "runtime"):
+        for path in (repository / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                module = getattr(node, "module", None)
+                if isinstance(node, ast.ImportFrom) and module and module.startswith("pallas_kernels."):
+                    if set(module.split(".")[1:]) & inner:
+                        wrong.add(f"{path.relative_to(repository)}: {module}")
+    assert not wrong
