@@ -1,4 +1,4 @@
-"""How is JAX set up for the tests? As eight CPU devices, strict about dtypes, with a compile cache kept between runs.
+"""How is JAX set up for the tests? As eight CPU devices, strict about dtypes, with a lasting compile cache.
 
 Set here, before any test module touches a device. Nothing goes through the environment, so that the
 servers which tests start as processes see what a user's shell would give them.

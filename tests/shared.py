@@ -1,4 +1,4 @@
-"""Where are the reference files that lie beside the repository? Tests that need them skip where they are absent.
+"""Where are the reference files that lie beside the repository? Where they are absent, tests skip.
 
 Only this file knows the place: a folder `shared` next to the repository's own folder.
 """
@@ -12,7 +12,7 @@ SHARED = REPOSITORY.parent / "shared"
 
 
 def shared_path(relative: str) -> Path:
-    """The file or folder `relative` (such as "tiny_models/qwen3") among the shared ones; skips where absent."""
+    """The file or folder `relative` (such as "tiny_models/qwen3"); skips the test where it is absent."""
     path = SHARED / relative
     if not path.exists():
         pytest.skip(
