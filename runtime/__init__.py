@@ -1,0 +1,1 @@
+"""Running the model: scheduler, steps, engine loop, tokenising, HTTP."""

@@ -1,0 +1,103 @@
+"""Where does one request stand while the engine works on it?
+
+A `Sequence` is the engine thread's own record of a request: its phase, slot, pages and tokens. The
+scheduler changes it when it plans, the engine when it commits tokens. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from runtime.request import GenerationRequest, RequestTimes, Usage
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # holds nothing
+    PREFILL = "prefill"  # holds a slot and pages; its prompt is being computed
+    RUNNING = "running"  # the prompt is computed, it decodes
+    PREEMPTED = "preempted"  # holds no slot and no pages, perhaps a swap image
+    FINISHED = "finished"  # holds nothing, nothing more is delivered
+
+
+ADMITTED = (Phase.PREFILL, Phase.RUNNING)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request in the engine. Compared by identity.
+
+    `computed_tokens` counts the tokens whose entries and recurrence are dispatched to the device: up to
+    the prompt's length in prefill, one more for each decode step. The decode step that feeds the token
+    at position p produces output `p - prompt_tokens + 1`. Outputs are appended to `output_token_ids`
+    only when they have been read, one step later.
+    """
+
+    request: GenerationRequest
+    arrival_index: int
+    arrival_s: float
+    seed: int
+    max_output_tokens: int
+    stop_ids: frozenset[int]
+    phase: Phase = Phase.WAITING
+    slot: int | None = None
+    page_ids: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    decode_buckets_rows: list[int] = field(default_factory=list)  # of output 1, 2, ...: to replay in kind
+    replay_outputs: int = 0  # outputs known when it was admitted again without a swap image
+    has_swap_image: bool = False
+    swap_image_bytes: int = 0
+    last_step: int = -1  # the newest step that reads or writes its slot and pages
+    preemptions: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: priority, then arrival. The largest is the first victim."""
+        return (self.request.priority, self.arrival_index)
+
+    @property
+    def admitted(self) -> bool:
+        return self.phase in ADMITTED
+
+    @property
+    def next_output_index(self) -> int:
+        """The output that the next decode step of this sequence produces."""
+        return self.computed_tokens - self.prompt_tokens + 1
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the token that the next decode step feeds must come from the host."""
+        return self.computed_tokens - self.prompt_tokens < self.replay_outputs
+
+    @property
+    def wants_decode(self) -> bool:
+        """Whether another decode step can still produce a token that is wanted."""
+        return self.phase is Phase.RUNNING and self.next_output_index < self.max_output_tokens
+
+    @property
+    def masks_stops(self) -> bool:
+        """Whether its stop ids are masked at all, for its first `min_tokens` outputs."""
+        return self.request.sampling.min_tokens > 0 and bool(self.stop_ids)
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, len(self.output_token_ids), self.cached_tokens)
+
+    def times(self, finished_s: float) -> RequestTimes:
+        return RequestTimes(self.arrival_s, self.admitted_s, self.first_token_s, finished_s, self.preemptions)
+
+
+def pages_for_tokens(n_tokens: int, page_tokens: int) -> int:
+    """Pages that cover [0, n_tokens)."""
+    return -(-n_tokens // page_tokens)

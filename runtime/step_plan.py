@@ -1,0 +1,103 @@
+"""What will one step do? The frozen answer of the scheduler, which the engine carries out.
+
+Made and read on the engine thread. A plan is carried out in the order of its fields: images are taken
+of what is preempted, rows are set up for what is admitted, then prompts are computed, then one decode
+step runs. It names slots and pages as they are when the plan is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """`sequence` has given up its slot and pages; with `to_host` their bytes are copied out first."""
+
+    sequence: Sequence
+    slot: int
+    page_ids: tuple[int, ...]
+    to_host: bool
+
+
+@dataclass(frozen=True)
+class Admission:
+    """`sequence` has got a slot: a fresh row, or (with `from_host`) the bytes of its swap image."""
+
+    sequence: Sequence
+    from_host: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens [start, start + valid) of a prompt, padded to the tile size of the call it stands in."""
+
+    sequence: Sequence
+    start_tokens: int
+    valid_tokens: int
+    finishes: bool
+
+
+@dataclass(frozen=True)
+class PrefillCall:
+    """Tiles of `tile_tokens` each, computed in order by one compiled body."""
+
+    tile_tokens: int
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class DecodeEntry:
+    """Feed the token at `position_tokens`, which produces output `output_index`.
+
+    `lift_mask`: from this output on the stop ids are no longer masked. `forced_token_id`: feed this one,
+    its output is known already. `restores_sampler`: the last forced one; the sampler's counts and bias
+    are set from the host first, and the output is new.
+    """
+
+    sequence: Sequence
+    position_tokens: int
+    output_index: int
+    lift_mask: bool = False
+    forced_token_id: int | None = None
+    restores_sampler: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """One decode step of at most `bucket_rows` sequences, padded to that."""
+
+    bucket_rows: int
+    entries: tuple[DecodeEntry, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything that step number `step` does."""
+
+    step: int
+    preemptions: tuple[Preemption, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    prefills: tuple[PrefillCall, ...] = ()
+    decodes: tuple[DecodeCall, ...] = ()
+    stalled: int = 0
+    """Sequences that got nothing because their next page is still fenced or promised."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(tile.valid_tokens for call in self.prefills for tile in call.tiles)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device has tokens to compute."""
+        return bool(self.prefills or self.decodes)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.computes or self.preemptions or self.admissions)
+
+
+ScheduleMode = Literal["balanced", "prefill", "decode"]
