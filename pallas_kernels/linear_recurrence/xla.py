@@ -24,11 +24,50 @@ def _l2norm(x):
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(1e-6))
 
 
-def _solve_unit_lower(a_xij, b_xic):
-    """(I + a)^-1 b for strictly lower triangular `a`, by forward substitution on blocks of rows."""
-    n_rows = a_xij.shape[-1]
-    eye = jnp.broadcast_to(jnp.eye(n_rows, dtype=jnp.float32), a_xij.shape)
-    return lax.linalg.triangular_solve(eye + a_xij, b_xic, left_side=True, lower=True, unit_diagonal=True)
+def _invert_blocks(a_xij):
+    """(I + a)^-1 for small strictly lower triangular blocks, row by row (forward substitution)."""
+
+    def row(i, inverse_xij):
+        left_xj = lax.dynamic_index_in_dim(a_xij, i, 1, keepdims=False)
+        unit_xj = lax.dynamic_index_in_dim(inverse_xij, i, 1, keepdims=False)
+        new_xj = unit_xj - jnp.sum(left_xj[:, :, None] * inverse_xij, axis=1)
+        return lax.dynamic_update_slice(inverse_xij, new_xj[:, None], (jnp.int32(0), i, jnp.int32(0)))
+
+    size = a_xij.shape[-1]
+    eye_xij = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), a_xij.shape)
+    return lax.fori_loop(jnp.int32(1), jnp.int32(size), row, eye_xij)
+
+
+@jax.custom_jvp
+def _invert_unit_lower(a_xij):
+    """(I + a)^-1 for strictly lower triangular `a_xij`, whose side is _BLOCK_TOKENS times a power of two.
+
+    Blocks on the diagonal are inverted by substitution and joined in pairs: the corner below two inverses t0, t1 is
+    -t1 a10 t0. For the delta rule no entry of an inverse exceeds 1 (they are products of contractions), so this is as
+    stable as substitution; powers of `a`, which repeated squaring would need, are not bounded.
+    """
+    n_x, side, _ = a_xij.shape
+    size = _BLOCK_TOKENS
+    blocks = a_xij.reshape(n_x, side // size, size, side // size, size)
+    diagonal = jnp.stack([blocks[:, i, :, i] for i in range(side // size)], axis=1)
+    inverse = _invert_blocks(diagonal.reshape(-1, size, size))
+    while size < side:
+        n_pairs = side // (2 * size)
+        blocks = a_xij.reshape(n_x, 2 * n_pairs, size, 2 * n_pairs, size)
+        a10 = jnp.stack([blocks[:, 2 * i + 1, :, 2 * i] for i in range(n_pairs)], axis=1).reshape(-1, size, size)
+        pairs = inverse.reshape(-1, 2, size, size)
+        t0, t1 = pairs[:, 0], pairs[:, 1]
+        corner = -_dot("xij,xjk->xik", t1, _dot("xij,xjk->xik", a10, t0))
+        above = jnp.concatenate([t0, jnp.zeros_like(t0)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, t1], axis=-1)], axis=-2)
+        size *= 2
+    return inverse.reshape(n_x, side, side)
+
+
+@_invert_unit_lower.defjvp
+def _invert_unit_lower_jvp(primals, tangents):
+    inverse = _invert_unit_lower(*primals)
+    return inverse, -_dot("xij,xjk->xik", inverse, _dot("xij,xjk->xik", tangents[0], inverse))
 
 
 def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
@@ -36,7 +75,7 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     t, n_k, d = q_tkd.shape
     n_h, n_v = v_thv.shape[1:]
     per_key = n_h // n_k
-    c = min(_CHUNK_TOKENS, -(-t // _BLOCK_TOKENS) * _BLOCK_TOKENS)
+    c = next(size for size in (16, 32, 64) if size >= min(t, _CHUNK_TOKENS))
     n = -(-t // c)
 
     def chunks(x, *axes):
@@ -60,7 +99,8 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     a = beta * (_dot("knid,knjd->knij", k, k)[:, None] * (decay * strict))
     p = _dot("knid,knjd->knij", q, k)[:, None] * decay
     k_in = k[:, None] * jnp.exp(from_start)
-    solved = _solve_unit_lower(a, beta * jnp.concatenate([v, k_in], axis=-1))
+    inverse = _invert_unit_lower(a.reshape(-1, c, c)).reshape(a.shape)
+    solved = _dot("krnij,krnjx->krnix", inverse, beta * jnp.concatenate([v, k_in], axis=-1))
     u, w = solved[..., :n_v], solved[..., n_v:]
     q_in = q[:, None] * jnp.exp(from_start)
     k_out = k[:, None] * jnp.exp(span[..., -1, :])[..., None]
