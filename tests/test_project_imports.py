@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "model": (
         JAX
         | {"flax", "orbax", "optax", "numpy", "safetensors", "ml_dtypes", "tokenizers", "jinja2", "tqdm"}
-        | {"huggingface_hub", "gguf", "tensorstore"},
+        | {"huggingface_hub", "httpx2", "gguf", "tensorstore"},
         {"pallas_kernels"},
     ),
     "pallas_kernels": (JAX, set()),

@@ -1,0 +1,1 @@
+"""The tests, one folder for each of the project's. Not installed."""
