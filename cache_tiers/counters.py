@@ -1,0 +1,51 @@
+"""What has the cache decided, how often, and why? Plain counters that runtime/metrics.py reads.
+
+Written on the engine thread only. Each event has one total and exactly one cause (laws.law_one_cause).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CacheCounters:
+    """Keys of the Counters are label values, or tuples of them in the order given."""
+
+    n_lookups: int = 0
+    n_evictions: int = 0
+    n_skips: int = 0
+    n_retries: int = 0
+    lookups: Counter[str] = field(default_factory=Counter)  # outcome: full, partial, miss
+    lookup_causes: Counter[str] = field(default_factory=Counter)  # why nothing deeper was used; none
+    reused_tokens: Counter[str] = field(default_factory=Counter)  # tier
+    looked_up_tokens: int = 0
+    evictions: Counter[tuple[str, str]] = field(default_factory=Counter)  # tier, cause: entries, rows, flush
+    skips: Counter[str] = field(default_factory=Counter)  # reason a checkpoint was not stored
+    retries: Counter[str] = field(default_factory=Counter)
+    publishes: Counter[str] = field(default_factory=Counter)  # kind of checkpoint
+    restores: Counter[tuple[str, str]] = field(default_factory=Counter)  # tier, outcome: done, aborted
+    compactions: int = 0
+    refills: int = 0
+    no_victim: int = 0  # room was wanted and nothing that is not pinned could give it
+    readmissions: int = 0  # lookups of preempted requests: not hits
+    settles: int = 0
+
+    def looked_up(
+        self, outcome: str, cause: str, tier: str | None, restored_tokens: int, n_tokens: int
+    ) -> None:
+        self.n_lookups += 1
+        self.lookups[outcome] += 1
+        self.lookup_causes[cause] += 1
+        self.looked_up_tokens += n_tokens
+        if tier is not None:
+            self.reused_tokens[tier] += restored_tokens
+
+    def evicted(self, tier: str, cause: str) -> None:
+        self.n_evictions += 1
+        self.evictions[tier, cause] += 1
+
+    def skipped(self, reason: str) -> None:
+        self.n_skips += 1
+        self.skips[reason] += 1

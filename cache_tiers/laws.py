@@ -1,0 +1,154 @@
+"""What must always be true of the cache? One function per law of DESIGN 5.9.
+
+Each raises `BrokenLaw` with what is wrong. Called after every operation in tests, and by the engine when
+idle, on the engine thread; they only read, and take time in proportion to all pages and nodes.
+"""
+
+from __future__ import annotations
+
+from cache_tiers.arena import ROWS, BrokenLaw
+from cache_tiers.index import DEVICE
+from cache_tiers.planning import OPEN
+from cache_tiers.prefix_cache import PrefixCache
+
+
+def check(cache: PrefixCache) -> None:
+    """All laws that hold at any moment between two calls."""
+    for law in LAWS:
+        law(cache)
+
+
+def law_pages_conserved(cache: PrefixCache) -> None:
+    """free + held + fenced = capacity, and the nodes' references are exactly those the arena counts."""
+    cache.arena.law_conserved()
+    counted = [0] * (cache.arena.capacity + 1)
+    n_row_pages = 0
+    for node in cache.index.nodes.values():
+        row = node.checkpoint.rows[DEVICE] if node.checkpoint else None
+        for page_id in (*(node.pages[DEVICE] or ()), *(row or ())):
+            counted[page_id] += 1
+        n_row_pages += len(row or ())
+    if counted != cache.arena._nodes:
+        raise BrokenLaw("nodes refer to other pages than the arena counts")
+    if n_row_pages > cache.arena.n_row_pages:
+        raise BrokenLaw(f"{n_row_pages} pages of published rows, {cache.arena.n_row_pages} held as rows")
+
+
+def law_restored_is_credited(cache: PrefixCache) -> None:
+    """The restored position is on the grid, at most N-1 for a prompt, and its pages and row are pinned."""
+    config = cache.config
+    for plan in cache.plans.values():
+        limit = plan.n_tokens - (plan.purpose == "prompt")
+        if not 0 <= plan.restored_tokens <= limit or plan.restored_tokens % config.grid_tokens:
+            raise BrokenLaw(f"{plan.request_id}: {plan.restored_tokens} of {plan.n_tokens} tokens restored")
+        if plan.state is not OPEN:
+            continue
+        n_row_pages = config.row_pages if plan.restored_tokens else 0
+        if (
+            len(plan.page_ids) * config.page_tokens != plan.restored_tokens
+            or len(plan.row_page_ids) != n_row_pages
+        ):
+            raise BrokenLaw(f"{plan.request_id}: its pages do not cover [0, {plan.restored_tokens})")
+
+
+def law_rows_at_ends(cache: PrefixCache) -> None:
+    """A row is a node's, at its end; its pages and all its ancestors' cover exactly [0, end)."""
+    config = cache.config
+    for node in cache.index.nodes.values():
+        parent = node.parent
+        if parent is None or parent.children.get(node.digest) is not node:
+            raise BrokenLaw(f"node at {node.end_tokens} is not its parent's child")
+        if node.end_tokens != parent.end_tokens + config.grid_tokens:
+            raise BrokenLaw(f"node at {node.end_tokens} follows one at {parent.end_tokens}")
+        pages = node.pages[DEVICE]
+        if pages is not None and len(pages) * config.page_tokens != config.grid_tokens:
+            raise BrokenLaw(f"node at {node.end_tokens} has {len(pages)} pages")
+        row = node.checkpoint.rows[DEVICE] if node.checkpoint else None
+        if row is not None and len(row) != config.row_pages:
+            raise BrokenLaw(f"row at {node.end_tokens} has {len(row)} pages")
+        if row is not None and all(place is None for place in node.pages):
+            raise BrokenLaw(f"row at {node.end_tokens} without its node's pages")
+
+
+def law_pinned_is_no_victim(cache: PrefixCache) -> None:
+    """What open and running plans, and unpublished rows, refer to is held."""
+    arena = cache.arena
+    pinned = {page_id for plan in cache.plans.values() if plan.state is OPEN for page_id in plan.page_ids}
+    pinned.update(page_id for plan in cache.plans.values() for page_id in plan.row_page_ids)
+    pinned |= cache.unpublished_row_ids
+    for page_id in pinned:
+        if not arena.is_pinned(page_id):
+            raise BrokenLaw(f"page {page_id} is in use and not pinned")
+
+
+def law_nothing_unfinished_is_matched(cache: PrefixCache) -> None:
+    """No node refers to a row that was not published, and rows and entries never share a page."""
+    for node in cache.index.nodes.values():
+        row = (node.checkpoint.rows[DEVICE] if node.checkpoint else None) or ()
+        for page_id in (*(node.pages[DEVICE] or ()), *row):
+            if page_id in cache.unpublished_row_ids:
+                raise BrokenLaw(f"page {page_id} of an unfinished row can be matched")
+        if any(cache.arena._use[page_id] != ROWS for page_id in row):
+            raise BrokenLaw(f"the row at {node.end_tokens} lies in pages of entries")
+        if any(cache.arena._use[page_id] == ROWS for page_id in node.pages[DEVICE] or ()):
+            raise BrokenLaw(f"the entries at {node.end_tokens} lie in pages of rows")
+
+
+def law_ancestors_stay(cache: PrefixCache) -> None:
+    """Compaction keeps descendants: a resident node's parent is resident; nothing unneeded stays."""
+    for node in cache.index.nodes.values():
+        parent = node.parent
+        above_is_gone = parent is not None and parent.parent is not None and parent.pages[DEVICE] is None
+        if above_is_gone and node.pages[DEVICE] is not None:
+            raise BrokenLaw(f"node at {node.end_tokens} has lost its parent's pages")
+        n_children = sum(1 for child in node.children.values() if child.pages[DEVICE] is not None)
+        if node.n_children_in[DEVICE] != n_children:
+            raise BrokenLaw(
+                f"node at {node.end_tokens} counts {node.n_children_in[DEVICE]} children of {n_children}"
+            )
+        if not node.children and node.checkpoint is None:
+            raise BrokenLaw(f"node at {node.end_tokens} stays, but no saved row needs it")
+
+
+def law_three_byte_counts(cache: PrefixCache) -> None:
+    """Resident bytes are at most the reserved ones: what is held, and what was made for holding."""
+    use = cache.arena.pages_by_use()
+    if min(use.values()) < 0 or sum(use.values()) != cache.arena.capacity:
+        raise BrokenLaw(f"pages by use {use} are not {cache.arena.capacity}")
+
+
+def law_one_cause(cache: PrefixCache) -> None:
+    """Each lookup, eviction, skip and retry has exactly one cause."""
+    counters = cache.counters
+    for name, total, causes in (
+        ("lookups", counters.n_lookups, counters.lookups),
+        ("lookups", counters.n_lookups, counters.lookup_causes),
+        ("evictions", counters.n_evictions, counters.evictions),
+        ("skips", counters.n_skips, counters.skips),
+        ("retries", counters.n_retries, counters.retries),
+    ):
+        if total != sum(causes.values()) or any(count < 0 for count in causes.values()):
+            raise BrokenLaw(f"{total} {name} with causes {dict(causes)}")
+
+
+def law_idle(cache: PrefixCache) -> None:
+    """At idle nothing is pinned, fenced, planned, pending or unpublished."""
+    check(cache)
+    cache.arena.law_idle()
+    if cache.plans or cache.index.pending or cache.unpublished_row_ids:
+        raise BrokenLaw(
+            f"at idle: {len(cache.plans)} plans, {len(cache.index.pending)} pending steps, "
+            f"{len(cache.unpublished_row_ids)} pages of unpublished rows"
+        )
+
+
+LAWS = (
+    law_pages_conserved,
+    law_restored_is_credited,
+    law_rows_at_ends,
+    law_pinned_is_no_victim,
+    law_nothing_unfinished_is_matched,
+    law_ancestors_stay,
+    law_three_byte_counts,
+    law_one_cause,
+)

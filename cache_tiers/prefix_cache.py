@@ -1,0 +1,511 @@
+"""What may the engine ask of the prefix cache? The facade: a few calls, in the order below.
+
+Owned by the engine, called on the engine thread only. It decides and keeps books; the engine moves bytes. All
+page ids are of one `PageArena` that the engine also allocates from (through `reserve_pages`).
+
+The life of a request
+  1. `plan = cache.lookup(tokens, request_id=, salt=, message_ends_tokens=)` when it is admitted. The plan
+     pins what it will restore: `plan.page_ids` (the pages of [0, plan.restored_tokens), shared: they are
+     the front of the sequence's page table) and `plan.row_page_ids` (the packed row; empty where nothing is
+     restored or the model has no rows). `plan.restored_tokens` is the one position restored and credited; 0
+     is a cold start.
+  2. `cache.abort(plan)` gives everything back if it cannot run now; look up again later with `again=True`,
+     which counts no second lookup (nor a hit: preempted requests are looked up like that too).
+  3. Dispatch the restore of the row into the active row, then `cache.commit_restore(plan, last_step=)`
+     (also where there is nothing to restore): from here on the sequence owns `plan.page_ids`, the row is no
+     longer pinned.
+  4. Each prefill step: `cache.reserve_pages(n)` for the new pages: ids, or None (lack of room: wait or
+     preempt). For each `w` of `plan.wanted` inside the step: `ids = cache.reserve_row()`; None: no
+     checkpoint there (counted); else have the step save the row at `w.end_tokens` into them. Dense models:
+     ids is [] and nothing is saved; publishing the last wanted position of a step publishes all before it.
+  5. After that step has finished on the device: `cache.publish(plan, w.end_tokens, page_ids, row_page_ids)`
+     with the sequence's page table from position 0 (only its first end_tokens / page_tokens ids are used).
+     The row's pages belong to the cache afterwards, whatever the outcome. If the step never finishes
+     (abort): `cache.release(row_page_ids, last_step=)` instead.
+  6. `cache.finish(plan, page_ids, last_step=)` when the sequence ends, is cancelled or preempted, after
+     commit_restore: releases all its pages. What nodes refer to stays cached. Safe to call twice.
+  7. When the engine would idle: `plan = cache.settle(tokens, request_id=, salt=)` with prompt + reply (all
+     tokens that were fed or sampled). None: nothing to do. Else it is a plan like any other:
+     commit_restore, prefill full grid tiles up to `plan.wanted[-1].end_tokens`, publish, finish; abort or
+     finish it if a request arrives.
+
+`cache.arena.complete(step)` is the engine's call after each step, `laws.check(cache)` after any operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache_tiers import planning
+from cache_tiers.arena import ENTRIES, ROWS, PageArena
+from cache_tiers.checkpoints import SPARE, TERMINAL, Wanted, last_grid_position, wanted_checkpoints
+from cache_tiers.costs import CostModel
+from cache_tiers.counters import CacheCounters
+from cache_tiers.device_tier import DeviceTier
+from cache_tiers.identity import Identity
+from cache_tiers.index import DEVICE, TIERS, Checkpoint, Index, Node, Path
+from cache_tiers.planning import CLOSED, OPEN, RUNNING, Plan
+from cache_tiers.policy import make_policy
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What is fixed for the life of a cache. `row_bytes` 0: a model without rows."""
+
+    grid_tokens: int
+    page_tokens: int
+    page_bytes: int
+    row_bytes: int
+    policy: str = "recency"
+    enabled: bool = True  # off: lookups find nothing, nothing is published; pages are still accounted here
+    reuse_generated: bool = False
+    spare_tokens: int = 2048
+    explain_foreign: bool = (
+        True  # may a receipt say that another salt or identity has the prompt's beginning?
+    )
+
+    def __post_init__(self) -> None:
+        if self.grid_tokens <= 0 or self.grid_tokens % self.page_tokens:
+            raise ValueError(
+                f"grid_tokens {self.grid_tokens} is no positive multiple of page_tokens {self.page_tokens}"
+            )
+
+    @property
+    def row_pages(self) -> int:
+        """Pages that one packed row takes."""
+        return -(-self.row_bytes // self.page_bytes)
+
+
+class PrefixCache:
+    """The prefix cache of one engine."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        arena: PageArena,
+        identity: Identity,
+        *,
+        costs: CostModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        index: Index | None = None,
+    ):
+        self.config = config
+        self.arena = arena
+        self.identity = identity
+        self.costs = costs or CostModel()
+        self.counters = CacheCounters()
+        self.index = index or Index(config.grid_tokens)
+        pages_per_node = config.grid_tokens // config.page_tokens
+        policy = make_policy(config.policy, DEVICE, config.row_pages, pages_per_node)
+        self.device = DeviceTier(arena, self.index, policy, self.counters, config.row_pages)
+        self.plans: dict[int, Plan] = {}  # open and running ones, by id()
+        self.unpublished_row_ids: set[int] = set()
+        self._clock = clock
+
+    # ---- lookup and the life of a plan
+
+    def lookup(
+        self,
+        tokens: np.ndarray | Sequence[int],
+        *,
+        request_id: str,
+        salt: str | None = None,
+        message_ends_tokens: Sequence[int] = (),
+        limit_tokens: int | None = None,
+        again: bool = False,
+        identity: Identity | None = None,
+    ) -> Plan:
+        """The plan of a prompt. At most N-1 tokens are restored, and at most `limit_tokens` where given: a
+        request for the logprob of prompt position p passes p-1 (0 for echo).
+        """
+        n_tokens = len(tokens)
+        best_tokens = last_grid_position(n_tokens - 1, self.config.grid_tokens)
+        allowed = n_tokens - 1 if limit_tokens is None else min(n_tokens - 1, limit_tokens)
+        plan = self._plan(
+            tokens, request_id, "prompt", salt, identity, best_tokens, allowed, message_ends_tokens
+        )
+        if again:
+            self.counters.readmissions += 1
+        else:
+            cause = plan.missed_because["cause"] if plan.missed_because else "none"
+            self.counters.looked_up(plan.outcome, cause, plan.chosen.tier, plan.restored_tokens, n_tokens)
+            if cause == "other_identity_or_salt" and not self.config.explain_foreign:
+                plan.missed_because = {"cause": "never_stored"}
+        return plan
+
+    def settle(
+        self, tokens: np.ndarray | Sequence[int], *, request_id: str, salt: str | None = None
+    ) -> Plan | None:
+        """A plan to recompute a finished reply by prefill up to its last grid position, or None where that is
+        there already. `tokens`: prompt and reply; the next prompt goes on after them, so all are reusable.
+        """
+        end_tokens = last_grid_position(len(tokens), self.config.grid_tokens)
+        if end_tokens == 0 or not self.config.enabled:
+            return None
+        plan = self._plan(tokens, request_id, "settle", salt, None, end_tokens, end_tokens, ())
+        if not plan.wanted:
+            self.abort(plan)
+            return None
+        self.counters.settles += 1
+        return plan
+
+    def commit_restore(self, plan: Plan, *, last_step: int = -1, restore_s: float | None = None) -> None:
+        """The row has been copied, or its copy is dispatched as step `last_step`. Unpins the row."""
+        assert plan.state is OPEN, plan.state
+        plan.state, plan.restore_s = RUNNING, restore_s
+        self.arena.release(plan.row_page_ids, last_step)
+        plan.row_page_ids = []
+        if plan.node is None:
+            return
+        self.counters.restores[str(plan.chosen.tier), "done"] += 1
+        node, checkpoint = plan.node, plan.node.checkpoint
+        if checkpoint is not None:  # it may have been flushed meanwhile
+            checkpoint.last_use_s = self._clock()
+            checkpoint.n_uses += 1
+            step = plan.restored_tokens // self.config.grid_tokens
+            onward = plan.path.digests[step] if step < len(plan.path.digests) else None
+            if self.config.row_pages and any(digest != onward for digest in node.children):
+                checkpoint.junction, checkpoint.superseded = True, False
+            self.device.changed(node)
+
+    def abort(self, plan: Plan, *, last_step: int = -1) -> None:
+        """Gives back what an open plan pinned; a running one needs `finish`. Safe to call twice."""
+        if plan.state is not OPEN:
+            assert plan.state is CLOSED, "a running plan is finished, not aborted"
+            return
+        self.arena.release(plan.row_page_ids, last_step)
+        self.arena.release(plan.page_ids, last_step)
+        if plan.node is not None:
+            self.counters.restores[str(plan.chosen.tier), "aborted"] += 1
+        self._close(plan)
+
+    def finish(self, plan: Plan, page_ids: Sequence[int], *, last_step: int = -1) -> None:
+        """The sequence is over: releases its whole page table, the pages of the plan among them."""
+        if plan.state is CLOSED:
+            return
+        assert plan.state is RUNNING, "commit_restore comes first"
+        self.arena.release(page_ids, last_step)
+        self._close(plan)
+
+    # ---- room
+
+    def reserve_pages(self, n_pages: int) -> list[int] | None:
+        """Pages for entries, held by the caller's sequence; evicts what must go. None where there is no
+        room now (perhaps only until fences fall).
+        """
+        return self._reserve(n_pages, ENTRIES)
+
+    def reserve_row(self) -> list[int] | None:
+        """Pages for one packed row, until `publish` or `release`; None, counted as a skip, where there is
+        no room.
+        """
+        ids = self._reserve(self.config.row_pages, ROWS)
+        if ids is None:
+            self.counters.skipped("no_room")
+        else:
+            self.unpublished_row_ids.update(ids)
+        return ids
+
+    def release(self, page_ids: Sequence[int], *, last_step: int = -1) -> None:
+        """Gives back pages got from reserve_pages or reserve_row."""
+        self.unpublished_row_ids.difference_update(page_ids)
+        self.arena.release(page_ids, last_step)
+
+    # ---- publishing
+
+    def publish(
+        self,
+        plan: Plan,
+        end_tokens: int,
+        page_ids: Sequence[int],
+        row_page_ids: Sequence[int] = (),
+        *,
+        decoded: bool = False,
+    ) -> str:
+        """Makes the checkpoint at end_tokens visible: the step that computed it has finished. Returns what
+        became of it: published, refilled, duplicate, collision, off (the cache is off).
+
+        Raises ValueError where end_tokens is no grid position of the plan's tokens or the pages do not
+        cover it.
+        """
+        grid, per_node = self.config.grid_tokens, self.config.grid_tokens // self.config.page_tokens
+        n_steps, rest = divmod(end_tokens, grid)
+        if rest or not 0 < n_steps <= len(plan.path.digests) or len(page_ids) < n_steps * per_node:
+            raise ValueError(
+                f"{end_tokens} is no position on the grid of {grid} that {len(page_ids)} pages cover"
+            )
+        if len(row_page_ids) != self.config.row_pages:
+            raise ValueError(f"a row is {self.config.row_pages} pages, not {len(row_page_ids)}")
+        assert plan.state is RUNNING, "only a running plan publishes"
+        decoded = decoded or plan.chosen.decoded
+        if not self.config.enabled or (decoded and not self.config.reuse_generated):
+            outcome = "off"
+        elif not self.index.extend(plan.path, n_steps):
+            outcome = "collision"
+            self._trim(plan.path)
+        else:
+            outcome = self._attach(plan, n_steps, page_ids, tuple(row_page_ids), decoded)
+        if outcome in ("published", "refilled"):
+            plan.published.append(end_tokens)
+        else:
+            self.counters.skipped(outcome)
+        self._clear_pending(plan, n_steps)
+        self.release(row_page_ids)
+        return outcome
+
+    def _attach(
+        self, plan: Plan, n_steps: int, page_ids: Sequence[int], row_ids: tuple[int, ...], decoded: bool
+    ) -> str:
+        """Hangs pages and rows on the nodes of the path, which exist."""
+        per_node = self.config.grid_tokens // self.config.page_tokens
+        nodes = plan.path.nodes[:n_steps]
+        kinds = {wanted.end_tokens: wanted.kind for wanted in plan.wanted}
+        first = n_steps
+        while first > 0 and (nodes[first - 1].pages[DEVICE] is None or nodes[first - 1].decoded):
+            first -= 1
+        outcome = "duplicate"
+        for step in range(first, n_steps):
+            node = nodes[step]
+            ids = tuple(page_ids[step * per_node : (step + 1) * per_node])
+            above_decoded = step > 0 and nodes[step - 1].decoded
+            if node.pages[DEVICE] is None:
+                self.device.put_pages(node, ids)
+                node.decoded = decoded or above_decoded
+            elif node.decoded and not decoded and not above_decoded:
+                self.device.replace_pages(node, ids)
+                node.decoded = False
+            if not row_ids and step < n_steps - 1:  # a model without rows: every node is a checkpoint
+                self._save_row(plan, node, (), kinds.get(node.end_tokens, "grid"), decoded)
+        kind = kinds.get(n_steps * self.config.grid_tokens, "extra")
+        outcome = self._save_row(plan, nodes[-1], row_ids, kind, decoded)
+        if self.config.row_pages and outcome != "duplicate":
+            self._supersede(plan, nodes[-1])
+        return outcome
+
+    def _save_row(self, plan: Plan, node: Node, row_ids: tuple[int, ...], kind: str, decoded: bool) -> str:
+        old = node.checkpoint
+        if old is not None and old.rows[DEVICE] is not None:
+            if not old.decoded or decoded:
+                if kind == "junction":
+                    old.junction, old.superseded = True, False
+                    self.device.changed(node)
+                return "duplicate"
+            self.arena.drop(old.rows[DEVICE] or ())
+        checkpoint = old or Checkpoint(kind, plan.request_id, self._clock(), decoded)
+        checkpoint.decoded = decoded or node.decoded
+        checkpoint.junction |= kind == "junction"
+        checkpoint.superseded = kind == SPARE
+        self.device.put_row(node, checkpoint, row_ids)
+        self.counters.publishes[kind] += 1
+        if node.compacted:
+            self.counters.refills += 1
+            node.compacted = False
+            return "refilled"
+        return "published"
+
+    def _supersede(self, plan: Plan, node: Node) -> None:
+        """Older rows on the way here are superseded, except this request's own and junctions."""
+        above = node.parent
+        while above is not None and above.parent is not None:
+            checkpoint = above.checkpoint
+            protected = checkpoint is None or checkpoint.superseded or checkpoint.junction
+            if checkpoint is not None and not protected and checkpoint.publisher != plan.request_id:
+                checkpoint.superseded = True
+                self.device.changed(above)
+            above = above.parent
+
+    # ---- administration
+
+    def flush(self, tiers: Sequence[str] = TIERS) -> None:
+        """Forgets everything in these tiers; afterwards nothing of it can be matched. Running sequences
+        keep the pages they hold, and may publish again.
+
+        Raises ValueError for an unknown tier.
+        """
+        unknown = set(tiers) - set(TIERS)
+        if unknown:
+            raise ValueError(f"no such tier: {', '.join(sorted(unknown))}")
+        if TIERS[DEVICE] not in tiers:
+            return
+        now_s = self._clock()
+        stored = [
+            n for n in self.index.nodes.values() if n.checkpoint and n.checkpoint.rows[DEVICE] is not None
+        ]
+        for node in sorted(stored, key=lambda node: -node.end_tokens):
+            self.device.evict(node, "flush", now_s)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for GET /admin/cache."""
+        page_bytes, now_s = self.config.page_bytes, self._clock()
+        checkpoints = [node.checkpoint for node in self.index.nodes.values() if node.checkpoint]
+        return {
+            "grid_tokens": self.config.grid_tokens,
+            "min_reusable_tokens": self.config.grid_tokens + 1,
+            "policy": self.config.policy,
+            "pages": self.arena.pages_by_use(),
+            "page_bytes": page_bytes,
+            "nodes": len(self.index.nodes),
+            "checkpoints": len(checkpoints),
+            "superseded": sum(checkpoint.superseded for checkpoint in checkpoints),
+            "junctions": sum(checkpoint.junction for checkpoint in checkpoints),
+            "oldest_use_s": max((now_s - checkpoint.last_use_s for checkpoint in checkpoints), default=None),
+            "pending_steps": len(self.index.pending),
+            "remembered_evictions": len(self.index.ghosts),
+        }
+
+    def tree(self, tokens: np.ndarray | Sequence[int], *, salt: str | None = None) -> list[dict[str, Any]]:
+        """The known nodes of one prefix, from the root on, for GET /admin/cache."""
+        n_steps = len(tokens) // self.config.grid_tokens
+        path = self.index.path(self._root_digest(salt), tokens, n_steps)
+        return [self._describe(node) for node in path.nodes]
+
+    def _describe(self, node: Node) -> dict[str, Any]:
+        checkpoint = node.checkpoint
+        described: dict[str, Any] = {
+            "end_tokens": node.end_tokens,
+            "digest": node.digest.hex(),
+            "pages_in": [TIERS[tier] for tier, pages in enumerate(node.pages) if pages is not None],
+            "children": len(node.children),
+            "origin": "decoded" if node.decoded else "prefilled",
+            "row": None,
+        }
+        if checkpoint is not None:
+            described["row"] = {
+                "in": [TIERS[tier] for tier, row in enumerate(checkpoint.rows) if row is not None],
+                "kind": checkpoint.kind,
+                "superseded": checkpoint.superseded,
+                "junction": checkpoint.junction,
+                "uses": checkpoint.n_uses,
+                "last_use_ago_s": self._clock() - checkpoint.last_use_s,
+            }
+        return described
+
+    # ---- inside
+
+    def _plan(
+        self,
+        tokens: np.ndarray | Sequence[int],
+        request_id: str,
+        purpose: str,
+        salt: str | None,
+        identity: Identity | None,
+        best_tokens: int,
+        allowed_tokens: int,
+        message_ends_tokens: Sequence[int],
+    ) -> Plan:
+        config, grid = self.config, self.config.grid_tokens
+        n_steps = best_tokens // grid if config.enabled else 0
+        path = self.index.path(self._root_digest(salt, identity), tokens, n_steps)
+        candidates = planning.find_candidates(
+            path.nodes,
+            min(best_tokens, allowed_tokens),
+            len(tokens),
+            self.costs,
+            page_bytes=config.page_bytes,
+            row_bytes=config.row_bytes,
+            reuse_decoded=config.reuse_generated,
+        )
+        chosen = planning.choose(candidates)
+        n_restored = chosen.end_tokens // grid
+        restored = path.nodes[:n_restored]
+        page_ids = [page_id for node in restored for page_id in node.pages[DEVICE] or ()]
+        node = restored[-1] if restored else None
+        row_ids = list(node.checkpoint.rows[DEVICE] or ()) if node is not None and node.checkpoint else []
+        self.arena.share(page_ids)
+        self.arena.share(row_ids)
+        missed = planning.explain_miss(
+            self.index, path, candidates, chosen, best_tokens, allowed_tokens, self._clock()
+        )
+        if not config.enabled and missed and missed["cause"] != "below_grid":
+            missed = {"cause": "off"}
+        outcome = "miss" if chosen.end_tokens == 0 else "partial" if missed else "full"
+        plan = Plan(
+            request_id=request_id,
+            purpose=purpose,
+            n_tokens=len(tokens),
+            path=path,
+            candidates=candidates,
+            chosen=chosen,
+            missed_because=missed,
+            outcome=outcome,
+            wanted=self._wanted(
+                purpose, len(tokens), best_tokens, path, chosen.end_tokens, message_ends_tokens
+            ),
+            page_ids=page_ids,
+            row_page_ids=row_ids,
+            node=node,
+            pending_from_step=n_restored,
+        )
+        self.plans[id(plan)] = plan
+        self.index.pending.update(path.digests[n_restored:])
+        return plan
+
+    def _wanted(
+        self,
+        purpose: str,
+        n_tokens: int,
+        best_tokens: int,
+        path: Path,
+        restored_tokens: int,
+        message_ends_tokens: Sequence[int],
+    ) -> tuple[Wanted, ...]:
+        """The checkpoints to take that are not there yet, beyond what is restored."""
+        config = self.config
+        if not config.enabled:
+            return ()
+        if purpose == "settle":
+            wanted: tuple[Wanted, ...] = (Wanted(best_tokens, TERMINAL),)
+        else:
+            wanted = wanted_checkpoints(
+                n_tokens,
+                config.grid_tokens,
+                message_ends_tokens=message_ends_tokens,
+                junction_tokens=planning.find_junction(path.nodes, best_tokens),
+                spare_tokens=config.spare_tokens,
+                has_rows=config.row_pages > 0,
+            )
+        return tuple(
+            w for w in wanted if w.end_tokens > restored_tokens and not self._has_row(path, w.end_tokens)
+        )
+
+    def _has_row(self, path: Path, end_tokens: int) -> bool:
+        step = end_tokens // self.config.grid_tokens - 1
+        if step >= len(path.nodes):
+            return False
+        checkpoint = path.nodes[step].checkpoint
+        return checkpoint is not None and not checkpoint.decoded and checkpoint.rows[DEVICE] is not None
+
+    def _root_digest(self, salt: str | None, identity: Identity | None = None) -> bytes:
+        return (identity or self.identity).salted(salt).digest()
+
+    def _reserve(self, n_pages: int, use: str) -> list[int] | None:
+        if not self.device.make_room(n_pages, use, self._clock()):
+            return None
+        return self.arena.allocate(n_pages, use)
+
+    def _clear_pending(self, plan: Plan, up_to_step: int) -> None:
+        for digest in plan.path.digests[plan.pending_from_step : up_to_step]:
+            self.index.pending[digest] -= 1
+            if self.index.pending[digest] <= 0:
+                del self.index.pending[digest]
+        plan.pending_from_step = max(plan.pending_from_step, up_to_step)
+
+    def _close(self, plan: Plan) -> None:
+        self._clear_pending(plan, len(plan.path.digests))
+        plan.state = CLOSED
+        plan.path.nodes.clear()  # a closed plan keeps no node alive
+        plan.node = None
+        del self.plans[id(plan)]
+
+    def _trim(self, path: Path) -> None:
+        """After a collision: nodes that were made for it and hold nothing go again, from the deepest up."""
+        for node in reversed(path.nodes):
+            if node.children or node.is_resident:
+                break
+            self.index.remove(node)
+            path.nodes.pop()
