@@ -1,0 +1,132 @@
+"""Which padded host arrays describe a planned call?
+
+Pure functions from plan entries to NumPy arrays in the shapes of the compiled programs; nothing is moved
+to a device here. Runs on the engine thread right after planning, while slots and pages are as planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from model.batch import DecodeBatch, SamplingBatch, TileBatch
+from runtime.sequence import Sequence
+from runtime.step_plan import DecodeCall, PrefillCall
+
+MASKED_BIAS = -1e30  # added to a logit that must not be chosen; finite, so no arithmetic makes a NaN of it
+
+
+def build_tiles(call: PrefillCall, n_most: int, table_pages: int, scratch_slot: int) -> TileBatch:
+    """Tiles [n_most, T]; entries beyond the call's own are padding on the scratch slot and page 0."""
+    tiles = call.tiles
+    token_ids = np.zeros((n_most, call.tile_tokens), np.int32)
+    slots = np.full(n_most, scratch_slot, np.int32)
+    starts = np.zeros(n_most, np.int32)
+    valid = np.zeros(n_most, np.int32)
+    finishes = np.zeros(n_most, np.bool_)
+    table = np.zeros((n_most, table_pages), np.int32)
+    for i, tile in enumerate(tiles):
+        sequence, start = tile.sequence, tile.start_tokens
+        prompt = sequence.request.prompt_token_ids
+        token_ids[i, : tile.valid_tokens] = prompt[start : start + tile.valid_tokens]
+        slots[i] = sequence.slot
+        starts[i] = start
+        valid[i] = tile.valid_tokens
+        finishes[i] = tile.finishes
+        table[i, : len(sequence.page_ids)] = sequence.page_ids
+    return TileBatch(
+        n_tiles=np.int32(len(tiles)),
+        token_ids_nt=token_ids,
+        slots_n=slots,
+        start_tokens_n=starts,
+        valid_tokens_n=valid,
+        finishes_n=finishes,
+        page_table_np=table,
+        sampling=build_sampling([(tile.sequence, 0) for tile in tiles], n_most),
+    )
+
+
+def build_decode(call: DecodeCall, table_pages: int, scratch_slot: int) -> DecodeBatch:
+    """One row for each entry, padded to the bucket with the scratch slot and page 0."""
+    n_rows = call.bucket_rows
+    slots = np.full(n_rows, scratch_slot, np.int32)
+    positions = np.zeros(n_rows, np.int32)
+    table = np.zeros((n_rows, table_pages), np.int32)
+    for i, entry in enumerate(call.entries):
+        slots[i] = entry.sequence.slot
+        positions[i] = entry.position_tokens
+        table[i, : len(entry.sequence.page_ids)] = entry.sequence.page_ids
+    return DecodeBatch(
+        slots_b=slots,
+        position_b=positions,
+        page_table_bp=table,
+        sampling=build_sampling([(entry.sequence, entry.output_index) for entry in call.entries], n_rows),
+    )
+
+
+def build_sampling(entries: Items[tuple[Sequence, int]], n_rows: int) -> SamplingBatch:
+    """How each sequence chooses output number `index`; padding rows are greedy."""
+    batch = SamplingBatch(
+        temperature_b=np.zeros(n_rows, np.float32),
+        top_k_b=np.zeros(n_rows, np.int32),
+        top_p_b=np.ones(n_rows, np.float32),
+        min_p_b=np.zeros(n_rows, np.float32),
+        repetition_penalty_b=np.ones(n_rows, np.float32),
+        presence_penalty_b=np.zeros(n_rows, np.float32),
+        frequency_penalty_b=np.zeros(n_rows, np.float32),
+        seed_b2=np.zeros((n_rows, 2), np.uint32),
+        has_bias_b=np.zeros(n_rows, np.bool_),
+        want_logprobs_b=np.zeros(n_rows, np.bool_),
+    )
+    for i, (sequence, output_index) in enumerate(entries):
+        sampling = sequence.request.sampling
+        batch.temperature_b[i] = sampling.temperature
+        batch.top_k_b[i] = sampling.top_k
+        batch.top_p_b[i] = sampling.top_p
+        batch.min_p_b[i] = sampling.min_p
+        batch.repetition_penalty_b[i] = sampling.repetition_penalty
+        batch.presence_penalty_b[i] = sampling.presence_penalty
+        batch.frequency_penalty_b[i] = sampling.frequency_penalty
+        batch.seed_b2[i] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
+        batch.has_bias_b[i] = bool(sampling.logit_bias) or masks_output(sequence, output_index)
+        batch.want_logprobs_b[i] = sampling.logprobs is not None
+    return batch
+
+
+def sampling_key(call: DecodeCall) -> tuple[tuple[int, bool], ...]:
+    """Equal keys mean equal `build_sampling` results, for calls of one bucket."""
+    return tuple(
+        (entry.sequence.arrival_index, masks_output(entry.sequence, entry.output_index))
+        for entry in call.entries
+    )
+
+
+def masks_output(sequence: Sequence, output_index: int) -> bool:
+    """Whether the stop ids must not be chosen as this output."""
+    return sequence.masks_stops and output_index < sequence.request.sampling.min_tokens
+
+
+def build_bias(sequence: Sequence, output_index: int, vocab_size: int) -> np.ndarray:
+    """float32 [V] to add to the logits from output `output_index` on."""
+    bias = np.zeros(vocab_size, np.float32)
+    for token_id, value in sequence.request.sampling.logit_bias.items():
+        if 0 <= token_id < vocab_size:
+            bias[token_id] = value
+    if masks_output(sequence, output_index):
+        bias[[token_id for token_id in sequence.stop_ids if 0 <= token_id < vocab_size]] = MASKED_BIAS
+    return bias
+
+
+def build_prompt_seen(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    """bool [V]: which tokens the prompt holds (for the repetition penalty)."""
+    seen = np.zeros(vocab_size, np.bool_)
+    if sequence.request.sampling.has_penalties:
+        seen[np.asarray(sequence.request.prompt_token_ids, np.int64)] = True
+    return seen
+
+
+def build_output_count(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    """int32 [V]: how often each token was generated, as far as the host has read."""
+    outputs = np.asarray(sequence.output_token_ids, np.int64)
+    return np.bincount(outputs, minlength=vocab_size).astype(np.int32)

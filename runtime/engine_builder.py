@@ -1,0 +1,251 @@
+"""How does an engine come from a model folder and options?
+
+Loads the config, plans the memory from the compiled programs' own temporaries, makes the device state,
+loads the weights and compiles everything. Runs on the caller's thread, before the engine's exists.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from model.cache_layout import cache_layout
+from model.config import ModelConfig, load_config
+from model.decoder import declare_decoder
+from model.loading import load_params
+from model.params import MESH_AXIS, Plan, abstract_params, bytes_per_rank
+from model.state import state_bytes_per_rank
+from model.static import Static
+from runtime.engine import Engine
+from runtime.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
+from runtime.scheduler import SchedulerConfig
+from runtime.step_plan import ScheduleMode
+from runtime.steps import (
+    DeviceSteps,
+    Progress,
+    StepShapes,
+    compile_programs,
+    declare_programs,
+    decode_name,
+    prefill_name,
+    temporary_bytes,
+)
+
+TRIAL_PAGES = 128  # arena of the programs that are compiled only to learn their temporaries
+AUTO_SHARE_ACCELERATOR = 0.9  # of what is free
+AUTO_SHARE_CPU = 0.25  # of the machine's memory
+SWAP_SHARE = 0.125  # of the machine's memory, for swap images
+ROUNDING_BYTES = 256 * 1024**2  # an automatic size is rounded down, so that starts find their compiles again
+
+
+class TooFewDevices(Exception):
+    """The mesh asks for more devices than there are."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything that shapes an engine. Sizes are per device; None means automatic."""
+
+    model_dir: Path
+    mesh_ranks: int = 1
+    dtype: str | None = None  # "float32" or "bfloat16"; None: float32 on CPU, bfloat16 elsewhere
+    max_model_tokens: int | None = None
+    max_concurrency: int = 32
+    device_memory_bytes: int | None = None
+    grid_tokens: int | None = None
+    prefill_tokens: int = 2048
+    schedule: ScheduleMode = "balanced"
+    decode_buckets_rows: tuple[int, ...] | None = None
+    kernels: str = "auto"
+    queue_limit: int = 256
+    swap_bytes: int | None = None
+    return_logits: bool = False
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What is known before any program is compiled."""
+
+    options: EngineOptions
+    static: Static
+    specs: Any
+    params: Any  # abstract
+    grid_tokens: int
+    decode_buckets_rows: tuple[int, ...]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.static.config
+
+    def shapes(self, n_pages: int, max_model_tokens: int) -> StepShapes:
+        page_tokens = self.static.layout.page_tokens
+        return StepShapes(
+            n_pages=n_pages,
+            n_slots=self.options.max_concurrency + 1,
+            table_pages=-(-max_model_tokens // page_tokens),
+            grid_tokens=self.grid_tokens,
+            page_tokens=page_tokens,
+            prefill_budget_tokens=self.options.prefill_tokens,
+            decode_buckets_rows=self.decode_buckets_rows,
+        )
+
+
+def plan_only(options: EngineOptions, progress: Progress | None = None) -> MemoryPlan:
+    """The memory plan, without loading weights. Raises as `build_engine` does."""
+    return _plan(_set_up(options), progress)
+
+
+def build_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
+    """An engine that is ready to start.
+
+    Raises ConfigError and CheckpointError (of model), TooFewDevices, DoesNotFit, and ValueError for options
+    that contradict each other.
+    """
+    setup = _set_up(options)
+    plan = _plan(setup, progress)
+    static = setup.static
+    shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
+
+    def weights_progress(done_bytes: int, all_bytes: int) -> None:
+        if progress is not None:
+            progress("weights", done_bytes, all_bytes)
+
+    params = load_params(
+        options.model_dir, setup.config, static.mesh, jnp.dtype(static.layout.entry_dtype), weights_progress
+    )
+    compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
+    steps = DeviceSteps(static, params, shapes, compiled)
+    layout = static.layout
+    scheduler = SchedulerConfig(
+        n_pages=plan.n_pages,
+        n_slots=shapes.n_slots,
+        max_model_tokens=plan.max_model_tokens,
+        grid_tokens=setup.grid_tokens,
+        page_tokens=layout.page_tokens,
+        prefill_budget_tokens=options.prefill_tokens,
+        decode_buckets_rows=setup.decode_buckets_rows,
+        mode=options.schedule,
+        page_bytes=layout.page_bytes * layout.ranks,
+        row_image_bytes=state_bytes_per_rank(static, 1) * layout.ranks,
+        swap_capacity_bytes=_swap_bytes(options),
+    )
+    return Engine(steps, scheduler, setup.config.eos_token_ids, options.queue_limit, plan)
+
+
+def _set_up(options: EngineOptions) -> _Setup:
+    config = load_config(options.model_dir)
+    devices = jax.devices()
+    if options.mesh_ranks > len(devices):
+        raise TooFewDevices(
+            f"--mesh tp{options.mesh_ranks} needs {options.mesh_ranks} devices, but there are "
+            f"{len(devices)} ({devices[0].device_kind}). Use --mesh tp{len(devices)} or fewer."
+        )
+    on_cpu = devices[0].platform == "cpu"
+    mesh = Mesh(np.array(devices[: options.mesh_ranks]), (MESH_AXIS,))
+    dtype = jnp.dtype(options.dtype or ("float32" if on_cpu else "bfloat16"))
+    tp_plan = Plan.of(config, options.mesh_ranks)
+    layout = cache_layout(config, tp_plan, dtype)
+    static = Static(
+        config, tp_plan, layout, mesh, backend=options.kernels, return_logits=options.return_logits
+    )
+    specs = declare_decoder(config, tp_plan)
+    grid_tokens = options.grid_tokens or (256 if on_cpu else 512)
+    buckets = options.decode_buckets_rows or default_buckets(
+        options.max_concurrency, least=2 if on_cpu and dtype.itemsize == 2 else 1
+    )
+    wanted = options.max_model_tokens
+    if wanted is not None and wanted > config.max_position_tokens:
+        raise ValueError(
+            f"--max-model-len {wanted} is more than the model's {config.max_position_tokens} positions"
+        )
+    return _Setup(
+        options=options,
+        static=static,
+        specs=specs,
+        params=abstract_params(specs, tp_plan, mesh, dtype),
+        grid_tokens=grid_tokens,
+        decode_buckets_rows=buckets,
+    )
+
+
+def default_buckets(max_concurrency: int, *, least: int = 1) -> tuple[int, ...]:
+    """Powers of two from `least`, and the concurrency itself (or `least`) as the last."""
+    last = max(max_concurrency, least)
+    buckets = []
+    rows = least
+    while rows < last:
+        buckets.append(rows)
+        rows *= 2
+    return (*buckets, last)
+
+
+def _plan(setup: _Setup, progress: Progress | None) -> MemoryPlan:
+    """Compiles the largest programs over a small arena: their temporaries do not depend on its size."""
+    options, static = setup.options, setup.static
+    context_tokens = setup.config.max_position_tokens
+    trial = setup.shapes(TRIAL_PAGES, options.max_model_tokens or context_tokens)
+    programs = declare_programs(static, setup.params, trial)
+    names = {prefill_name(size) for size in trial.tile_sizes_tokens} | {
+        decode_name(trial.decode_buckets_rows[-1]),
+        "gather_pages",
+        "set_slot",
+    }
+    compiled = compile_programs({name: programs[name] for name in names}, progress)
+    device_memory_bytes, source = _device_memory(options)
+    layout = static.layout
+    return plan_memory(
+        MemoryNeeds(
+            device_memory_bytes=device_memory_bytes,
+            memory_source=source,
+            weights_bytes=bytes_per_rank(setup.specs, static.plan, jnp.dtype(static.layout.entry_dtype)),
+            temporary_bytes=max(temporary_bytes(compiled).values()),
+            row_bytes=state_bytes_per_rank(static, 1),
+            n_slots=trial.n_slots,
+            page_bytes=layout.page_bytes,
+            page_tokens=layout.page_tokens,
+            context_tokens=context_tokens,
+            max_model_tokens=options.max_model_tokens,
+            ranks=options.mesh_ranks,
+        )
+    )
+
+
+def _device_memory(options: EngineOptions) -> tuple[int, str]:
+    """Bytes that each device may use, and in words why."""
+    if options.device_memory_bytes is not None:
+        return options.device_memory_bytes, "--device-memory"
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        share = int(_host_memory_bytes() * AUTO_SHARE_CPU) // options.mesh_ranks
+        return _rounded(share), "a quarter of the machine's memory, --device-memory changes it"
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    return _rounded(int(free * AUTO_SHARE_ACCELERATOR)), "0.9 of what is free, --device-memory changes it"
+
+
+def _rounded(n_bytes: int) -> int:
+    return n_bytes // ROUNDING_BYTES * ROUNDING_BYTES if n_bytes > 4 * ROUNDING_BYTES else n_bytes
+
+
+def _host_memory_bytes() -> int:
+    """The machine's memory, or the control group's limit where that is smaller."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    try:
+        text = limit.read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(text)) if text.isdigit() else physical
+
+
+def _swap_bytes(options: EngineOptions) -> int:
+    if options.swap_bytes is not None:
+        return options.swap_bytes
+    return int(_host_memory_bytes() * SWAP_SHARE)

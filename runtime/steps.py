@@ -1,0 +1,347 @@
+"""Which programs run on the device, and how are they called?
+
+The only file with `jax.jit` besides the transfers. All programs are compiled ahead of time with the real
+shapes and shardings; calling one with anything else is an error, never another compile. `DeviceSteps`
+owns parameters and device state, on the engine thread; each call donates the state and keeps the new one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model import forward
+from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
+from model.state import DeviceState, abstract_state, make_state
+from model.static import Static
+from runtime import swap
+from runtime.batch_building import (
+    build_bias,
+    build_decode,
+    build_output_count,
+    build_prompt_seen,
+    build_tiles,
+    sampling_key,
+)
+from runtime.sequence import Sequence
+from runtime.step_plan import DecodeCall, PrefillCall
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much is done, of how much)."""
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def use_compile_cache(folder: Path | str) -> None:
+    """Keeps compiled programs in `folder` for later starts. Process-wide: for the command line to call."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompileCounter:
+    """Counts compiles (those served from the persistent cache too) on one thread, from `watch` on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._thread_id: int | None = None
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def watch(self) -> None:
+        """From now on, count what the calling thread compiles."""
+        self._thread_id = threading.get_ident()
+
+    def _heard(self, event: str, duration_s: float, **_: Any) -> None:
+        if event == COMPILE_EVENT and threading.get_ident() == self._thread_id:
+            self.count += 1
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """All sizes that the compiled programs depend on."""
+
+    n_pages: int
+    n_slots: int
+    table_pages: int
+    grid_tokens: int
+    page_tokens: int
+    prefill_budget_tokens: int
+    decode_buckets_rows: tuple[int, ...]
+
+    @property
+    def tile_sizes_tokens(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((self.grid_tokens, self.page_tokens)))
+
+    def tiles_most(self, tile_tokens: int) -> int:
+        return self.prefill_budget_tokens // tile_tokens
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function to compile: `arguments` are abstract; `donates_state` names the argument `state`."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    state_index: int | None
+    out_shardings: Any
+
+
+def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[str, Program]:
+    """Every program of the engine by name; `params` may be abstract. The compile list is this dict."""
+    state = abstract_state(static, shapes.n_pages, shapes.n_slots)
+    everywhere = NamedSharding(static.mesh, PartitionSpec())
+    state_out = jax.tree.map(lambda leaf: leaf.sharding, state)
+    row_leaves = jax.tree.leaves((state.rows, state.last_token_s, state.sampler))
+    row_out = tuple(NamedSharding(static.mesh, PartitionSpec(*leaf.sharding.spec[1:])) for leaf in row_leaves)
+    row = tuple(
+        jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(row_leaves, row_out, strict=True)
+    )
+
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    scalar = array((), jnp.int32)
+    vocab = static.config.vocab_size
+    vector = {kind: array((vocab,), kind) for kind in (jnp.float32, jnp.bool_, jnp.int32)}
+    sampler = (vector[jnp.float32], vector[jnp.bool_], vector[jnp.int32])
+    pages = state.pages_rnw
+    chunk = jax.ShapeDtypeStruct(
+        (pages.shape[0], swap.CHUNK_PAGES, pages.shape[2]), pages.dtype, sharding=pages.sharding
+    )
+    chunk_ids = array((swap.CHUNK_PAGES,), jnp.int32)
+    rows_most = array((shapes.decode_buckets_rows[-1],), jnp.int32)
+
+    programs = {
+        "set_slot": Program(forward.set_slot, (state, scalar, *sampler, scalar), 0, state_out),
+        "set_sampler": Program(set_sampler, (state, scalar, *sampler, scalar), 0, state_out),
+        "set_bias": Program(set_bias, (state, scalar, vector[jnp.float32]), 0, state_out),
+        "force_tokens": Program(force_tokens, (state, rows_most, rows_most), 0, state_out),
+        "gather_pages": Program(swap.gather_pages, (state, chunk_ids), None, chunk.sharding),
+        "scatter_pages": Program(swap.scatter_pages, (state, chunk_ids, chunk), 0, state_out),
+        "gather_row": Program(swap.gather_row, (state, scalar), None, row_out),
+        "scatter_row": Program(swap.scatter_row, (state, scalar, row), 0, state_out),
+    }
+
+    def over_state(function: Callable[..., Any], batch: Any) -> Program:
+        return Program(
+            functools.partial(function, static=static), (params, state, batch), 1, (state_out, everywhere)
+        )
+
+    def like(batch: Any) -> Any:
+        return jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), batch)
+
+    for tile_tokens in shapes.tile_sizes_tokens:
+        empty = build_tiles(
+            PrefillCall(tile_tokens, ()), shapes.tiles_most(tile_tokens), shapes.table_pages, 0
+        )
+        programs[prefill_name(tile_tokens)] = over_state(forward.prefill, like(empty))
+    for n_rows in shapes.decode_buckets_rows:
+        empty_rows = build_decode(DecodeCall(n_rows, ()), shapes.table_pages, 0)
+        programs[decode_name(n_rows)] = over_state(forward.decode, like(empty_rows))
+    return programs
+
+
+def prefill_name(tile_tokens: int) -> str:
+    return f"prefill_{tile_tokens}"
+
+
+def decode_name(n_rows: int) -> str:
+    return f"decode_{n_rows}"
+
+
+def set_sampler(
+    state: DeviceState,
+    slot: jax.Array,
+    bias_v: jax.Array,
+    prompt_seen_v: jax.Array,
+    output_count_v: jax.Array,
+    last_token: jax.Array,
+) -> DeviceState:
+    """A slot's sampler and last token, its row left as it is."""
+    sampler = state.sampler
+    return state.replace(
+        last_token_s=state.last_token_s.at[slot].set(last_token),
+        sampler=sampler.replace(
+            bias_sv=sampler.bias_sv.at[slot].set(bias_v),
+            prompt_seen_sv=sampler.prompt_seen_sv.at[slot].set(prompt_seen_v),
+            output_count_sv=sampler.output_count_sv.at[slot].set(output_count_v),
+        ),
+    )
+
+
+def set_bias(state: DeviceState, slot: jax.Array, bias_v: jax.Array) -> DeviceState:
+    """A slot's logit bias alone."""
+    return state.replace(sampler=state.sampler.replace(bias_sv=state.sampler.bias_sv.at[slot].set(bias_v)))
+
+
+def force_tokens(state: DeviceState, slots_b: jax.Array, token_ids_b: jax.Array) -> DeviceState:
+    """What the next decode step feeds to these slots; padding names the scratch slot."""
+    return state.replace(last_token_s=state.last_token_s.at[slots_b].set(token_ids_b))
+
+
+def compile_programs(
+    programs: Mapping[str, Program], progress: Progress | None = None
+) -> dict[str, jax.stages.Compiled]:
+    """Traces one after another, compiles side by side."""
+    done = 0
+    lock = threading.Lock()
+
+    def compile_one(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        nonlocal done
+        compiled = lowered.compile()
+        with lock:
+            done += 1
+            if progress is not None:
+                progress("compile", done, len(programs))
+        return compiled
+
+    with ThreadPoolExecutor(max_workers=max(1, min(8, os.cpu_count() or 1))) as pool:
+        futures = {name: pool.submit(compile_one, lower(program)) for name, program in programs.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+def lower(program: Program) -> jax.stages.Lowered:
+    donate = () if program.state_index is None else (program.state_index,)
+    jitted = jax.jit(program.function, donate_argnums=donate, out_shardings=program.out_shardings)
+    return jitted.lower(*program.arguments)
+
+
+def temporary_bytes(compiled: Mapping[str, jax.stages.Compiled]) -> dict[str, int]:
+    """Each program's temporary and its outputs beyond the donated state, in bytes on one device."""
+    sizes = {}
+    for name, program in compiled.items():
+        analysis = program.memory_analysis()
+        fresh = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+        sizes[name] = analysis.temp_size_in_bytes + fresh
+    return sizes
+
+
+@dataclass(frozen=True)
+class HostOutput:
+    """A call's results on the host; the log-probability arrays are None where nobody wants them."""
+
+    token_ids_b: np.ndarray
+    logprob_b: np.ndarray | None = None
+    top_token_ids_bk: np.ndarray | None = None
+    top_logprobs_bk: np.ndarray | None = None
+
+
+class DeviceSteps:
+    """The compiled programs with the parameters and the state they work on."""
+
+    def __init__(
+        self,
+        static: Static,
+        params: Any,
+        shapes: StepShapes,
+        compiled: Mapping[str, jax.stages.Compiled],
+    ):
+        self.static = static
+        self.params = params
+        self.shapes = shapes
+        self.state = make_state(static, shapes.n_pages, shapes.n_slots)
+        self._programs = compiled
+        self._scratch_slot = shapes.n_slots - 1
+        self._vocab_size = static.config.vocab_size
+        self._everywhere = NamedSharding(static.mesh, PartitionSpec())
+        self._sampling: dict[int, tuple[Any, SamplingBatch]] = {}  # by bucket: the latest key and its arrays
+        self._no_prompt = self.put(np.zeros(self._vocab_size, np.bool_))
+        self._no_bias = self.put(np.zeros(self._vocab_size, np.float32))
+        self._no_count = self.put(np.zeros(self._vocab_size, np.int32))
+
+    def put(self, tree: Any) -> Any:
+        """Host arrays to all devices of the mesh."""
+        return jax.device_put(tree, self._everywhere)
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """A program that maps the state to itself (and nothing else)."""
+        self.state = self._programs[name](self.state, *arguments)
+
+    def set_slot(self, sequence: Sequence) -> None:
+        """An empty row and the sampler of a sequence that starts from nothing."""
+        sampling = sequence.request.sampling
+        biased = bool(sampling.logit_bias) or sequence.masks_stops
+        bias = build_bias(sequence, 0, self._vocab_size) if biased else self._no_bias
+        seen = build_prompt_seen(sequence, self._vocab_size) if sampling.has_penalties else self._no_prompt
+        self.run("set_slot", np.int32(sequence.slot), bias, seen, self._no_count, np.int32(0))
+
+    def restore_sampler(self, sequence: Sequence, output_index: int, last_token_id: int) -> None:
+        """The sampler as it stands before output `output_index`, all outputs before it read."""
+        self.run(
+            "set_sampler",
+            np.int32(sequence.slot),
+            build_bias(sequence, output_index, self._vocab_size),
+            build_prompt_seen(sequence, self._vocab_size),
+            build_output_count(sequence, self._vocab_size),
+            np.int32(last_token_id),
+        )
+
+    def lift_mask(self, sequence: Sequence, output_index: int) -> None:
+        """Stop ids may be chosen from this output on."""
+        self.run("set_bias", np.int32(sequence.slot), build_bias(sequence, output_index, self._vocab_size))
+
+    def force_tokens(self, slots_and_tokens: list[tuple[int, int]]) -> None:
+        n_rows = self.shapes.decode_buckets_rows[-1]
+        slots = np.full(n_rows, self._scratch_slot, np.int32)
+        tokens = np.zeros(n_rows, np.int32)
+        for i, (slot, token_id) in enumerate(slots_and_tokens):
+            slots[i], tokens[i] = slot, token_id
+        self.run("force_tokens", slots, tokens)
+
+    def prefill(self, call: PrefillCall) -> StepOutput:
+        """Dispatches a prefill call; row i of the result is tile i."""
+        n_most = self.shapes.tiles_most(call.tile_tokens)
+        tiles = build_tiles(call, n_most, self.shapes.table_pages, self._scratch_slot)
+        return self._forward(prefill_name(call.tile_tokens), tiles)
+
+    def decode(self, call: DecodeCall) -> StepOutput:
+        """Dispatches a decode call; row i of the result is entry i."""
+        batch = build_decode(call, self.shapes.table_pages, self._scratch_slot)
+        key = sampling_key(call)
+        known_key, sampling = self._sampling.get(call.bucket_rows, (None, None))
+        if known_key != key:
+            sampling = self.put(batch.sampling)
+            self._sampling[call.bucket_rows] = (key, sampling)
+        return self._forward(decode_name(call.bucket_rows), batch.replace(sampling=sampling))
+
+    def _forward(self, name: str, batch: TileBatch | DecodeBatch) -> StepOutput:
+        self.state, output = self._programs[name](self.params, self.state, batch)
+        return output
+
+    def read(self, output: StepOutput, with_logprobs: bool) -> HostOutput:
+        """Waits for a call's results."""
+        if not with_logprobs:
+            return HostOutput(np.asarray(output.token_ids_b))
+        return HostOutput(
+            np.asarray(output.token_ids_b),
+            np.asarray(output.logprob_b),
+            np.asarray(output.top_token_ids_bk),
+            np.asarray(output.top_logprobs_bk),
+        )
+
+    def swap_out(self, slot: int, page_ids: tuple[int, ...]) -> swap.SwapImage:
+        """A byte-exact copy of a slot and its pages in host memory. Waits for the device."""
+        gather = self._programs["gather_pages"]
+        row = self._programs["gather_row"](self.state, np.int32(slot))
+        chunks = [np.asarray(gather(self.state, chunk)) for chunk in swap.chunks_of(page_ids)]
+        return swap.SwapImage(len(page_ids), tuple(chunks), tuple(np.asarray(leaf) for leaf in row))
+
+    def swap_in(self, image: swap.SwapImage, slot: int, page_ids: tuple[int, ...]) -> None:
+        """Puts an image back, into any slot and any pages."""
+        if len(page_ids) != image.n_pages:
+            raise ValueError(f"an image of {image.n_pages} pages cannot go into {len(page_ids)}")
+        for chunk, words in zip(swap.chunks_of(page_ids), image.chunks, strict=True):
+            self.run("scatter_pages", chunk, words)
+        self.run("scatter_row", np.int32(slot), image.row)

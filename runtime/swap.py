@@ -1,0 +1,73 @@
+"""How does a preempted sequence's state leave the device and come back, byte for byte?
+
+The gathers and scatters are pure functions that `steps.py` compiles, each in a program of its own: a
+gather in the same program as a later write would copy the whole arena. Pages move `CHUNK_PAGES` at a time,
+so no shape depends on a sequence's length. Rows move by dynamic slices, which keep every bit pattern
+(a bfloat16 scatter does not). Images live in plain host memory; the scheduler keeps their account.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from model.state import DeviceState
+
+CHUNK_PAGES = 16
+
+
+@dataclass(frozen=True)
+class SwapImage:
+    """`chunks`: words [ranks, CHUNK_PAGES, page_words] each, the last one padded; `row`: the leaves of
+    `gather_row`'s result, over all ranks."""
+
+    n_pages: int
+    chunks: tuple[np.ndarray, ...]
+    row: tuple[np.ndarray, ...]
+
+
+def _row_leaves(state: DeviceState) -> Any:
+    return (state.rows, state.last_token_s, state.sampler)
+
+
+def gather_pages(state: DeviceState, page_ids_c: jax.Array) -> jax.Array:
+    """The words of CHUNK_PAGES pages, [ranks, CHUNK_PAGES, page_words]."""
+    return state.pages_rnw.at[:, page_ids_c].get(mode="promise_in_bounds")
+
+
+def scatter_pages(state: DeviceState, page_ids_c: jax.Array, words_rcw: jax.Array) -> DeviceState:
+    """Writes the words back; padding ids are page 0."""
+    pages = state.pages_rnw.at[:, page_ids_c].set(words_rcw, mode="promise_in_bounds")
+    return state.replace(pages_rnw=pages)
+
+
+def gather_row(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
+    """All that a slot holds: its rows, last token and sampler, as a flat tuple."""
+    return tuple(
+        lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in jax.tree.leaves(_row_leaves(state))
+    )
+
+
+def scatter_row(state: DeviceState, slot: jax.Array, row: tuple[jax.Array, ...]) -> DeviceState:
+    """Writes what `gather_row` returned into a slot, the same or another."""
+    leaves, tree = jax.tree.flatten(_row_leaves(state))
+    written = [
+        lax.dynamic_update_index_in_dim(leaf, value, slot, 0) for leaf, value in zip(leaves, row, strict=True)
+    ]
+    rows, last_token_s, sampler = jax.tree.unflatten(tree, written)
+    return state.replace(rows=rows, last_token_s=last_token_s, sampler=sampler)
+
+
+def chunks_of(page_ids: tuple[int, ...]) -> list[np.ndarray]:
+    """Page ids in int32 arrays of CHUNK_PAGES, padded with page 0."""
+    chunks = []
+    for start in range(0, len(page_ids), CHUNK_PAGES):
+        chunk = np.zeros(CHUNK_PAGES, np.int32)
+        ids = page_ids[start : start + CHUNK_PAGES]
+        chunk[: len(ids)] = ids
+        chunks.append(chunk)
+    return chunks
