@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_CHUNK_TOKENS = 64
+# Measured on CPU: 32 is 10 to 15 % faster than 64 (less work inside a chunk), and 16 is slower.
+_CHUNK_TOKENS = 32
 _BLOCK_TOKENS = 16
 
 
@@ -74,48 +75,52 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     """See the entry point."""
     t, n_k, d = q_tkd.shape
     n_h, n_v = v_thv.shape[1:]
-    per_key = n_h // n_k
-    c = next(size for size in (16, 32, 64) if size >= min(t, _CHUNK_TOKENS))
+    n_r = n_h // n_k
+    c = next(size for size in (16, 32) if size >= min(t, _CHUNK_TOKENS))
     n = -(-t // c)
 
-    def chunks(x, *axes):
-        """[t, heads, ...] -> float32 [*heads split, n, c, ...], padded with zeros, which leave the state alone."""
-        x = x.astype(jnp.float32)
-        x = jnp.pad(x, [(0, n * c - t)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.moveaxis(x.reshape(n, c, *axes, *x.shape[2:]), (0, 1), (len(axes), len(axes) + 1))
+    def chunks(x, *heads):
+        """[t, heads, ...] -> float32 [*heads, n, c, ...]; padded with zeros, which leave the state alone."""
+        x = jnp.pad(x.astype(jnp.float32), [(0, n * c - t)] + [(0, 0)] * (x.ndim - 1))
+        return jnp.moveaxis(x.reshape(n, c, *heads, *x.shape[2:]), (0, 1), (len(heads), len(heads) + 1))
 
-    q = chunks(_l2norm(q_tkd) * jnp.float32(d**-0.5), n_k)
-    k = chunks(_l2norm(k_tkd), n_k)
-    v = chunks(v_thv, n_k, per_key)
-    g = chunks(log_decay_th, n_k, per_key)
-    beta = chunks(beta_th, n_k, per_key)[..., None]
+    # Axes: k key heads, r value heads of a key head, n chunks, i and j (and m) tokens of a chunk.
+    q_knid = chunks(_l2norm(q_tkd) * jnp.float32(d**-0.5), n_k)
+    k_knid = chunks(_l2norm(k_tkd), n_k)
+    v_krniv = chunks(v_thv, n_k, n_r)
+    log_decay_krni = chunks(log_decay_th, n_k, n_r)
+    beta_krni = chunks(beta_th, n_k, n_r)
 
-    lower = np.tril(np.ones((c, c), np.float32))
-    strict = np.tril(np.ones((c, c), np.float32), -1)
-    # span[i, j] = sum of log decays of tokens j+1..i, for j <= i; 0 above the diagonal.
-    span = _dot("im,krnmj->krnij", lower, g[..., None] * strict)
-    from_start = _dot("im,krnm->krni", lower, g)[..., None]
-    decay = jnp.exp(span) * lower
-    a = beta * (_dot("knid,knjd->knij", k, k)[:, None] * (decay * strict))
-    p = _dot("knid,knjd->knij", q, k)[:, None] * decay
-    k_in = k[:, None] * jnp.exp(from_start)
-    inverse = _invert_unit_lower(a.reshape(-1, c, c)).reshape(a.shape)
-    solved = _dot("krnij,krnjx->krnix", inverse, beta * jnp.concatenate([v, k_in], axis=-1))
-    u, w = solved[..., :n_v], solved[..., n_v:]
-    q_in = q[:, None] * jnp.exp(from_start)
-    k_out = k[:, None] * jnp.exp(span[..., -1, :])[..., None]
-    whole = jnp.exp(from_start[..., -1:, :])
+    lower_ij = np.tril(np.ones((c, c), np.float32))
+    strict_ij = np.tril(lower_ij, -1)
+    # Sum of the log decays of tokens j+1 to i (0 above the diagonal), and of tokens 0 to i.
+    span_krnij = _dot("im,krnmj->krnij", lower_ij, log_decay_krni[..., None] * strict_ij)
+    decay_krnij = jnp.exp(span_krnij) * lower_ij
+    from_start_krni = jnp.exp(_dot("im,krnm->krni", lower_ij, log_decay_krni))[..., None]
+    to_end_krni = jnp.exp(span_krnij[..., -1, :])[..., None]
 
-    def step(state, chunk):
-        u, w, q_in, p, k_out, whole = chunk
-        new = u - _dot("krid,krdv->kriv", w, state)
-        out = _dot("krid,krdv->kriv", q_in, state) + _dot("krij,krjv->kriv", p, new)
-        return whole * state + _dot("krid,kriv->krdv", k_out, new), out
+    kk_krnij = _dot("knid,knjd->knij", k_knid, k_knid)[:, None]
+    a_krnij = beta_krni[..., None] * (kk_krnij * (decay_krnij * strict_ij))
+    p_krnij = _dot("knid,knjd->knij", q_knid, k_knid)[:, None] * decay_krnij
+    # What each token writes is u - w S, with S the state at the chunk's start. beta and the decays scale columns
+    # of the small inverse instead of rows of the long operands.
+    inverse_krnij = _invert_unit_lower(a_krnij.reshape(-1, c, c)).reshape(a_krnij.shape) * beta_krni[..., None, :]
+    u_krniv = _dot("krnij,krnjv->krniv", inverse_krnij, v_krniv)
+    w_krnid = _dot("krnij,knjd->krnid", inverse_krnij * from_start_krni[..., 0][..., None, :], k_knid)
+    q_in_krnid = q_knid[:, None] * from_start_krni
+    k_out_krnid = k_knid[:, None] * to_end_krni
 
-    xs = tuple(jnp.moveaxis(x, 2, 0) for x in (u, w, q_in, p, k_out, whole))
-    state, out = lax.scan(step, state_hdv.reshape(n_k, per_key, d, n_v), xs)
-    out_thv = out.transpose(0, 3, 1, 2, 4).reshape(n * c, n_h, n_v)[:t]
-    return out_thv, state.reshape(n_h, d, n_v)
+    def step(state_krdv, chunk):
+        u_kriv, w_krid, q_in_krid, p_krij, k_out_krid, whole_kr11 = chunk
+        new_kriv = u_kriv - _dot("krid,krdv->kriv", w_krid, state_krdv)
+        out_kriv = _dot("krid,krdv->kriv", q_in_krid, state_krdv) + _dot("krij,krjv->kriv", p_krij, new_kriv)
+        return whole_kr11 * state_krdv + _dot("krid,kriv->krdv", k_out_krid, new_kriv), out_kriv
+
+    by_head = (u_krniv, w_krnid, q_in_krnid, p_krnij, k_out_krnid, from_start_krni[..., -1:, :])
+    by_chunk = tuple(jnp.moveaxis(x, 2, 0) for x in by_head)
+    state_krdv, out_nkriv = lax.scan(step, state_hdv.reshape(n_k, n_r, d, n_v), by_chunk)
+    out_thv = out_nkriv.transpose(0, 3, 1, 2, 4).reshape(n * c, n_h, n_v)[:t]
+    return out_thv, state_krdv.reshape(n_h, d, n_v)
 
 
 def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b):
