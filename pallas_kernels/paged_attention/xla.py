@@ -18,15 +18,23 @@ def _component(pages_nw, page_id, offset_words, page_tokens, g, d):
     return lax.bitcast_convert_type(words, MODEL_DTYPE_OF_WORD[pages_nw.dtype]).reshape(2, g, page_tokens, d)
 
 
+def _opaque(count, page_ids):
+    """`count`, in a way that XLA cannot know. It unrolls loops of one known step, then fuses a copy of the write into
+    each use of the pages, and each copy needs an arena of its own."""
+    return jnp.where(page_ids[0] >= 0, jnp.int32(count), jnp.int32(0))
+
+
 def write_tile(pages_nw, k_tgd, v_tgd, page_ids_p, *, offset_words, page_tokens):
     """See the entry point."""
     g, d = k_tgd.shape[1:]
     n_pages = page_ids_p.shape[0]
     kv_ptgd = jnp.stack([k_tgd, v_tgd]).reshape(2, n_pages, page_tokens, g, d)
     blocks_pw = lax.bitcast_convert_type(kv_ptgd.transpose(1, 0, 3, 2, 4), pages_nw.dtype).reshape(n_pages, 1, -1)
-    for p in range(n_pages):
-        pages_nw = lax.dynamic_update_slice(pages_nw, blocks_pw[p], (page_ids_p[p], jnp.int32(offset_words)))
-    return pages_nw
+
+    def write(p, pages_nw):
+        return lax.dynamic_update_slice(pages_nw, blocks_pw[p], (page_ids_p[p], jnp.int32(offset_words)))
+
+    return lax.fori_loop(jnp.int32(0), _opaque(n_pages, page_ids_p), write, pages_nw)
 
 
 def write_tokens(pages_nw, k_bgd, v_bgd, page_ids_b, slots_in_page_b, *, offset_words, page_tokens):
@@ -41,7 +49,7 @@ def write_tokens(pages_nw, k_bgd, v_bgd, page_ids_b, slots_in_page_b, *, offset_
             pages_nw = lax.dynamic_update_slice(pages_nw, row, (page_ids_b[b], at_words))
         return pages_nw
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(n_b), write, pages_nw)
+    return lax.fori_loop(jnp.int32(0), _opaque(n_b, page_ids_b), write, pages_nw)
 
 
 def _online_step(carry, q_gxd, keys_gsd, values_gsd, visible_xs, scale):
