@@ -1,0 +1,219 @@
+"""May this HTTP request come in, and under which id?
+
+Host and Origin rules, keys per route, request ids, and the translation of every failure into a JSON body.
+Used on the event loop as aiohttp middleware; the rules are frozen at start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from runtime.api_errors import ApiError, internal_error
+from runtime.openai_output import error_object
+
+log = logging.getLogger("strata.http")
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_MAX_ID_CHARS = 128
+_CORS_HEADERS = (
+    "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta,"
+    " anthropic-dangerous-direct-browser-access, x-stainless-arch, x-stainless-lang, x-stainless-os,"
+    " x-stainless-package-version, x-stainless-retry-count, x-stainless-runtime,"
+    " x-stainless-runtime-version, x-stainless-timeout, x-stainless-helper-method, x-stainless-async"
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Access(Enum):
+    """Who may call a route. KEY is what a route gets that says nothing."""
+
+    OPEN = "open"
+    METRICS = "metrics"
+    KEY = "key"
+
+
+@dataclass(frozen=True)
+class GuardRules:
+    """`hosts` None accepts any Host header. Keys are kept as digests, so their lengths do not show either."""
+
+    hosts: frozenset[str] | None
+    origins: frozenset[str]
+    key_digests: tuple[bytes, ...]
+    metrics_key_digests: tuple[bytes, ...]
+
+
+def guard_rules(
+    host: str,
+    allowed_hosts: Iterable[str],
+    origins: Iterable[str],
+    api_keys: Iterable[str],
+    metrics_keys: Iterable[str],
+) -> GuardRules:
+    """On a loopback address only loopback names are accepted as Host (DNS rebinding), and those allowed."""
+    allowed = frozenset(name.lower() for name in allowed_hosts)
+    return GuardRules(
+        hosts=_LOOPBACK_NAMES | allowed if host in _LOOPBACK_NAMES else (allowed or None),
+        origins=frozenset(origin.rstrip("/") for origin in origins),
+        key_digests=tuple(map(_digest, api_keys)),
+        metrics_key_digests=tuple(map(_digest, metrics_keys)),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    return host in _LOOPBACK_NAMES
+
+
+class Guard:
+    """Wraps handlers with their access rule, and makes the middleware that all requests pass."""
+
+    def __init__(self, rules: GuardRules):
+        self._rules = rules
+
+    def route(self, handler: Handler, access: Access = Access.KEY) -> Handler:
+        """The handler behind the key it needs; the route itself carries the rule, never a look at the URL."""
+        digests = self._rules.key_digests
+        if access is Access.METRICS:
+            digests += self._rules.metrics_key_digests
+        if access is Access.OPEN or not digests:
+            return handler
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            _check_key(request, digests)
+            return await handler(request)
+
+        return checked
+
+    @property
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request[REQUEST_ID] = _request_id(request)
+            try:
+                self._check_host(request)
+                self._check_origin(request)
+                if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+                    return self._preflight()
+                return await handler(request)
+            except ApiError as error:
+                return error_response(error)
+            except web.HTTPException as error:
+                return error_response(_from_aiohttp(error))
+            except Exception:
+                # The edge of the server: whatever went wrong is logged whole and told to the client as ours.
+                log.exception("request %s failed", request[REQUEST_ID])
+                return error_response(internal_error(request[REQUEST_ID]))
+
+        return edge
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """aiohttp's on_response_prepare signal: what every answer carries."""
+        response.headers["x-request-id"] = request.get(REQUEST_ID) or secrets.token_hex(16)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        origin = request.headers.get("Origin")
+        if origin is not None and self._rules.origins:
+            response.headers["Vary"] = "Origin"
+            if origin in self._rules.origins:
+                response.headers["Access-Control-Allow-Origin"] = origin
+                response.headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
+
+    def _check_host(self, request: web.Request) -> None:
+        if self._rules.hosts is None:
+            return
+        name = _host_name(request.headers.get("Host", ""))
+        if name not in self._rules.hosts:
+            raise ApiError(
+                403,
+                "This Host header is not allowed; start the server with --allowed-hosts to add names.",
+                kind="permission_error",
+            )
+
+    def _check_origin(self, request: web.Request) -> None:
+        origin = request.headers.get("Origin")
+        if origin is None or origin in self._rules.origins:
+            return
+        if origin == f"{request.scheme}://{request.headers.get('Host', '')}":
+            return
+        raise ApiError(
+            403,
+            "This Origin is not allowed; start the server with --cors-origins to add it.",
+            kind="permission_error",
+        )
+
+    def _preflight(self) -> web.Response:
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Headers": _CORS_HEADERS,
+            "Access-Control-Max-Age": "600",
+        }
+        return web.Response(status=204, headers=headers)
+
+
+def error_response(error: ApiError) -> web.Response:
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode(error_object(error.body)),
+        content_type="application/json",
+        headers=error.headers,
+    )
+
+
+def _from_aiohttp(error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return ApiError(
+            405, f"This path takes {allowed}.", code="method_not_allowed", headers={"Allow": allowed}
+        )
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, "There is nothing at this path.", code="not_found")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, "The request body is larger than this server takes.", code="request_too_large")
+    return ApiError(error.status, error.reason or "The request failed.", code="bad_request")
+
+
+def _check_key(request: web.Request, digests: tuple[bytes, ...]) -> None:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    given_digest = _digest(given)
+    # Every key is compared, whichever matches.
+    if not sum([hmac.compare_digest(given_digest, digest) for digest in digests]):
+        raise ApiError(
+            401,
+            "A valid API key is needed: send it as 'Authorization: Bearer KEY'.",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable():
+        return given
+    return secrets.token_hex(16)
+
+
+def _host_name(header: str) -> str | None:
+    """The name in a Host header without its port; None for what is no plain host."""
+    if any(char in header for char in "/?#@\\ "):
+        return None
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None

@@ -1,0 +1,322 @@
+"""Which HTTP endpoints are there, and what does each of them do?
+
+The aiohttp application: it reads bodies, calls the protocol's translation, runs the generation, writes the
+answer. Everything here runs on the event loop's thread, which owns `ServerState`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable, unknown_model
+from runtime.detokenizer import TokenBytes
+from runtime.generation import Generation, Generator, TokenEngine
+from runtime.http_guard import REQUEST_ID, Access, Guard, Handler
+from runtime.json_body import decode_object
+from runtime.metrics import CONTENT_TYPE, ServerMetrics
+from runtime.openai_output import DONE, AnswerEncoder, ChatEncoder, CompletionEncoder, error_object, event
+from runtime.openai_protocol import ParsedRequest, ProtocolLimits, parse_chat, parse_completion
+from runtime.serve_request import ServeRequest
+from runtime.worker_pool import TimeLimitExceeded, WorkerPool
+
+log = logging.getLogger("strata.http")
+
+PING_INTERVAL_S = 10.0
+BODY_LIMIT_S = 120.0
+CLIENT_STALL_LIMIT_S = 120.0
+_LARGE_BODY_BYTES = 256 * 1024
+_MAX_LOGGED_FIELD_NAMES = 256
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+Phase = Literal["starting", "ready", "draining", "failed"]
+Parser = Callable[[Mapping[str, Any], ProtocolLimits], ParsedRequest]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What there is once the model has been loaded."""
+
+    engine: TokenEngine
+    generator: Generator
+    limits: ProtocolLimits
+    token_bytes: TokenBytes
+
+
+@dataclass
+class ServerState:
+    """`phase` and `backend` change from the event loop alone. `model_names` may hold `*`."""
+
+    model_names: tuple[str, ...]
+    version: str
+    phase: Phase = "starting"
+    backend: Backend | None = None
+    started_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+class HttpServer:
+    """The handlers. `application` puts them behind their guards."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        guard: Guard,
+        metrics: ServerMetrics,
+        workers: WorkerPool,
+        *,
+        max_body_bytes: int,
+        stall_limit_s: float,
+    ):
+        self._state = state
+        self._guard = guard
+        self._metrics = metrics
+        self._workers = workers
+        self._max_body_bytes = max_body_bytes
+        self._stall_limit_s = stall_limit_s
+        self._logged_fields: set[str] = set()
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard.middleware], client_max_size=self._max_body_bytes)
+        app.on_response_prepare.append(self._guard.add_headers)
+        routes: tuple[tuple[str, str, Handler, Access], ...] = (
+            ("POST", "/v1/chat/completions", self.chat_completions, Access.KEY),
+            ("POST", "/v1/completions", self.completions, Access.KEY),
+            ("GET", "/v1/models", self.models, Access.KEY),
+            ("GET", "/v1/models/{name:.+}", self.model, Access.KEY),
+            ("GET", "/version", self.version, Access.KEY),
+            ("GET", "/metrics", self.metrics, Access.METRICS),
+            ("GET", "/health", self.health, Access.OPEN),
+            ("GET", "/ready", self.ready, Access.OPEN),
+            ("GET", "/ping", self.health, Access.OPEN),
+        )
+        for method, path, handler, access in routes:
+            app.router.add_route(method, path, self._guard.route(handler, access))
+        return app
+
+    # Generation
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_chat, ChatEncoder, "chatcmpl")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_completion, CompletionEncoder, "cmpl")
+
+    async def _answer(
+        self, request: web.Request, parse: Parser, encoder_type: type[AnswerEncoder], id_prefix: str
+    ) -> web.StreamResponse:
+        arrival_s = time.monotonic()
+        body = await _read_body(request)
+        backend = self._ready_backend()
+        parsed = await self._parse(body, parse, backend.limits)
+        self._note(parsed)
+        serve_request = self._with_model(parsed.request)
+        response_id = f"{id_prefix}-{secrets.token_hex(12)}"
+        generation = await backend.generator.start(serve_request, response_id)
+        try:
+            encoder = encoder_type(generation.answer, backend.token_bytes)
+            watch = _Stopwatch(self._metrics, arrival_s)
+            if serve_request.stream:
+                return await self._stream(request, generation, encoder, watch)
+            return await self._whole(request, generation, encoder, watch)
+        finally:
+            # Also where the client has gone: aiohttp then cancels this handler.
+            generation.close()
+
+    async def _parse(self, body: bytes, parse: Parser, limits: ProtocolLimits) -> ParsedRequest:
+        def work() -> ParsedRequest:
+            return parse(decode_object(body), limits)
+
+        if len(body) <= _LARGE_BODY_BYTES:
+            return work()
+        try:
+            return await self._workers.run(work)
+        except TimeLimitExceeded:
+            raise invalid_json("Reading this body took longer than the server allows.") from None
+
+    async def _whole(
+        self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
+    ) -> web.Response:
+        while not generation.finished:
+            for delta in await generation.next_batch(None):
+                if delta.error is not None:
+                    raise self._generation_error(request, delta.error)
+                watch.saw(delta.index, len(delta.token_ids), delta.finish_reason)
+                encoder.collect(delta)
+        watch.finished(generation)
+        return web.Response(body=encoder.whole(generation.usage_total()), content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_SSE_HEADERS)
+        try:
+            await response.prepare(request)
+            await response.write(b": ok\n\n")
+            while not generation.finished:
+                deltas = await generation.next_batch(PING_INTERVAL_S)
+                events = [] if deltas else [b": ping\n\n"]
+                for delta in deltas:
+                    if delta.error is not None:
+                        events += [self._error_event(request, delta.error), DONE]
+                        generation.close()
+                        break
+                    watch.saw(delta.index, len(delta.token_ids), delta.finish_reason)
+                    events.append(encoder.stream(delta))
+                else:
+                    if generation.finished:
+                        watch.finished(generation)
+                        events.append(encoder.closing(generation.usage_total()))
+                async with asyncio.timeout(CLIENT_STALL_LIMIT_S):
+                    await response.write(b"".join(events))
+            await response.write_eof()
+        except TimeoutError:
+            log.warning("request %s: the client stopped reading", request[REQUEST_ID])
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionResetError:
+            # Clients close at [DONE] or when they have read enough; nobody is left to tell.
+            log.debug("request %s: the client closed the connection", request[REQUEST_ID])
+        return response
+
+    def _error_event(self, request: web.Request, error: str) -> bytes:
+        return event(error_object(self._generation_error(request, error).body))
+
+    def _generation_error(self, request: web.Request, error: str) -> ApiError:
+        log.error("request %s ended in the engine: %s", request[REQUEST_ID], error)
+        if self._state.phase == "draining":
+            return unavailable("The server is stopping; this request was not finished.")
+        return internal_error(request[REQUEST_ID])
+
+    def _ready_backend(self) -> Backend:
+        backend = self._state.backend
+        if backend is None:
+            raise unavailable("The server is still loading the model.")
+        if self._state.phase != "ready":
+            raise unavailable("The server is stopping and takes no new requests.")
+        stats = backend.engine.stats()
+        if not (stats.alive and stats.healthy):
+            raise unavailable("The engine has failed; the server must be restarted.")
+        return backend
+
+    def _with_model(self, request: ServeRequest) -> ServeRequest:
+        if not request.model:
+            return dataclasses.replace(request, model=self._listed_names()[0])
+        self._check_model(request.model)
+        return request
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._state.model_names and "*" not in self._state.model_names:
+            raise unknown_model(name)
+
+    def _note(self, parsed: ParsedRequest) -> None:
+        self._metrics.malformed_arguments(parsed.malformed_arguments)
+        for name in parsed.unread:
+            if name not in self._logged_fields and len(self._logged_fields) < _MAX_LOGGED_FIELD_NAMES:
+                self._logged_fields.add(name)
+                log.info("request field %r is not used", name[:60])
+
+    # Models and health
+
+    async def models(self, _request: web.Request) -> web.Response:
+        entries = [self._model_entry(name) for name in self._listed_names()]
+        return _json({"object": "list", "data": entries})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self._check_model(name)
+        return _json(self._model_entry(name))
+
+    def _listed_names(self) -> list[str]:
+        return [name for name in self._state.model_names if name != "*"]
+
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        backend = self._state.backend
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._state.started_s,
+            "owned_by": "strata",
+            "root": self._listed_names()[0],
+            "parent": None,
+            "max_model_len": None if backend is None else backend.engine.max_model_tokens,
+        }
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """Alive? Loading is; a dead engine is not, nor one that has work and makes no step."""
+        if self._state.phase == "failed":
+            raise unavailable("The engine has failed.")
+        if self._state.backend is not None:
+            stats = self._state.backend.engine.stats()
+            if not stats.healthy or not (stats.alive or self._state.phase == "draining"):
+                raise unavailable("The engine has failed.")
+            if stats.last_step_age_s > self._stall_limit_s:
+                raise unavailable(f"The engine has made no step for {stats.last_step_age_s:.0f} s.")
+        return web.Response()
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        self._ready_backend()
+        return web.Response()
+
+    async def version(self, _request: web.Request) -> web.Response:
+        return _json({"version": self._state.version})
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+class _Stopwatch:
+    """Times of one request, for the histograms."""
+
+    def __init__(self, metrics: ServerMetrics, arrival_s: float):
+        self._metrics = metrics
+        self._arrival_s = arrival_s
+        self._last_s: dict[int, float] = {}
+
+    def saw(self, index: int, n_tokens: int, finish_reason: str | None) -> None:
+        now_s = time.monotonic()
+        if n_tokens:
+            last_s = self._last_s.get(index)
+            if last_s is None:
+                self._metrics.first_token(now_s - self._arrival_s)
+            else:
+                self._metrics.tokens(now_s - last_s, n_tokens)
+            self._last_s[index] = now_s
+        if finish_reason is not None:
+            self._metrics.choice_finished(finish_reason)
+
+    def finished(self, generation: Generation) -> None:
+        usage = generation.usage_total()
+        elapsed_s = time.monotonic() - self._arrival_s
+        self._metrics.request_finished(elapsed_s, usage.prompt_tokens, usage.cached_tokens)
+
+
+async def _read_body(request: web.Request) -> bytes:
+    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(
+            415, "Send the body with Content-Type: application/json.", code="unsupported_media_type"
+        )
+    try:
+        async with asyncio.timeout(BODY_LIMIT_S):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, "The body did not arrive in time.", code="request_timeout") from None
+    except web.RequestPayloadError:
+        raise invalid_json("The body could not be decoded.") from None
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

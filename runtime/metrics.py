@@ -1,0 +1,180 @@
+"""What do the server's counters say, in Prometheus' text form?
+
+The engine's own counts are read from its snapshot at scrape time; only what the HTTP side sees is counted
+here, on the event loop. One registry per server, no global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from runtime.engine import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
+_TOKEN_GAP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
+
+
+class ServerMetrics:
+    """Counts what HTTP sees. `snapshot` gives the engine's numbers, or None before there is an engine."""
+
+    def __init__(
+        self,
+        model_name: str,
+        version: str,
+        snapshot: Callable[[], EngineStats | None],
+        *,
+        compat_vllm: bool = False,
+    ):
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(_EngineCollector(model_name, version, snapshot, compat_vllm))
+        registry = self.registry
+        self._finished = Counter(
+            "strata_requests_finished", "Choices that ended, by finish reason.", ["reason"], registry=registry
+        )
+        self._refused = Counter(
+            "strata_requests_refused", "Requests turned away, by cause.", ["cause"], registry=registry
+        )
+        self._first_token_s = Histogram(
+            "strata_time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self._token_gap_s = Histogram(
+            "strata_inter_token_latency_seconds",
+            "Time per token between tokens of one choice.",
+            buckets=_TOKEN_GAP_BUCKETS_S,
+            registry=registry,
+        )
+        self._request_s = Histogram(
+            "strata_request_seconds",
+            "From arrival to the last token.",
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "strata_prompt_tokens", "Prompt tokens of answered requests.", registry=registry
+        )
+        self._cached_tokens = Counter(
+            "strata_cached_prompt_tokens", "Prompt tokens that were not computed again.", registry=registry
+        )
+        self._malformed = Counter(
+            "strata_malformed_history_arguments",
+            "Tool calls in history without a JSON object.",
+            registry=registry,
+        )
+
+    def refused(self, cause: str) -> None:
+        self._refused.labels(cause).inc()
+
+    def malformed_arguments(self, count: int) -> None:
+        self._malformed.inc(count)
+
+    def first_token(self, seconds_s: float) -> None:
+        self._first_token_s.observe(seconds_s)
+
+    def tokens(self, gap_s: float, n_tokens: int) -> None:
+        self._token_gap_s.observe(gap_s / n_tokens)
+
+    def choice_finished(self, reason: str) -> None:
+        self._finished.labels(reason).inc()
+
+    def request_finished(self, seconds_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        self._request_s.observe(seconds_s)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._cached_tokens.inc(cached_tokens)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineCollector:
+    def __init__(
+        self,
+        model_name: str,
+        version: str,
+        snapshot: Callable[[], EngineStats | None],
+        compat_vllm: bool,
+    ):
+        self._model_name = model_name
+        self._version = version
+        self._snapshot = snapshot
+        self._compat_vllm = compat_vllm
+
+    def collect(self) -> Iterable[Metric]:
+        info = GaugeMetricFamily(
+            "strata_info", "The model served and the version.", labels=["model_name", "version"]
+        )
+        info.add_metric([self._model_name, self._version], 1)
+        yield info
+        stats = self._snapshot()
+        if stats is None:
+            return
+        yield from _own_metrics(stats)
+        if self._compat_vllm:
+            yield from self._vllm_metrics(stats)
+
+    def _vllm_metrics(self, stats: EngineStats) -> Iterator[Metric]:
+        labels = ["model_name"]
+        used = stats.pages_held / stats.pages_capacity if stats.pages_capacity else 0.0
+        for name, text, value in (
+            ("vllm:num_requests_running", "Running.", stats.running),
+            ("vllm:num_requests_waiting", "Waiting.", stats.waiting + stats.preempted),
+            ("vllm:kv_cache_usage_perc", "Share of pages in use.", used),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Prefilled tokens.", stats.prefill_tokens_total),
+            ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens_total),
+            ("vllm:num_preemptions", "Preemptions.", stats.preemptions_total),
+        ):
+            counter = CounterMetricFamily(name, text, labels=labels)
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+
+def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
+    yield _by_label(
+        "strata_requests",
+        "Requests in the engine by state.",
+        "state",
+        {"waiting": stats.waiting, "running": stats.running, "preempted": stats.preempted},
+    )
+    yield GaugeMetricFamily("strata_rows_active", "Active rows in use.", value=stats.rows_active)
+    yield GaugeMetricFamily("strata_rows_capacity", "Active rows there are.", value=stats.rows_capacity)
+    yield _by_label(
+        "strata_pages",
+        "Pages of the device arena by use.",
+        "use",
+        {"entries": stats.pages_held, "rows": 0, "free": stats.pages_free, "fenced": stats.pages_fenced},
+    )
+    yield GaugeMetricFamily("strata_pages_capacity", "Pages of the device arena.", value=stats.pages_capacity)
+    yield GaugeMetricFamily("strata_engine_alive", "1 while the engine thread runs.", value=int(stats.alive))
+    yield GaugeMetricFamily(
+        "strata_last_step_age_seconds", "Seconds since the last engine step.", value=stats.last_step_age_s
+    )
+    for name, text, value in (
+        ("strata_steps", "Engine steps.", stats.steps_total),
+        ("strata_prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens_total),
+        ("strata_generated_tokens", "Tokens generated.", stats.generated_tokens_total),
+        ("strata_preemptions", "Running requests set aside for lack of memory.", stats.preemptions_total),
+        ("strata_compiles_after_ready", "Programs compiled after ready.", stats.compiles_after_ready),
+    ):
+        yield CounterMetricFamily(name, text, value=value)
+
+
+def _by_label(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,255 @@
+"""How does an answer look in the OpenAI forms, whole or as server-sent events?
+
+Pure encoders from ChoiceDelta to bytes, for chat and for completions; one per answer, owned by the task that
+writes it, on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from runtime.api_errors import ErrorBody
+from runtime.detokenizer import TokenBytes
+from runtime.request import TokenLogprob, Usage
+from runtime.serve_request import Answer, ChoiceDelta
+
+DONE = b"data: [DONE]\n\n"
+# JSON escapes one character to at most six bytes; a data line stays under 64 KiB.
+_MAX_TEXT_CHARS = 8_000
+_MAX_IDS_PER_CHUNK = 6_000
+_LOWEST_LOGPROB = -9999.0
+
+_encode = msgspec.json.encode
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def error_object(error: ErrorBody) -> dict[str, Any]:
+    """The OpenAI error body."""
+    inner = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": {**inner, **error.extra}}
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+class AnswerEncoder:
+    """Base of both forms. `stream` encodes events; `collect` and `whole` make the one-piece answer."""
+
+    chunk_object = ""
+    whole_object = ""
+
+    def __init__(self, answer: Answer, token_bytes: TokenBytes):
+        self._answer = answer
+        self._request = answer.request
+        self._token_bytes = token_bytes
+        self._begun: set[int] = set()
+        self._collected: dict[int, list[ChoiceDelta]] = {}
+        self._text_offsets_chars: dict[int, int] = {}
+        self._head = {
+            "id": answer.response_id,
+            "object": self.chunk_object,
+            "created": answer.created_s,
+            "model": self._request.model,
+        }
+
+    # What differs between chat and completions
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """Choice objects that come before the first token of a choice."""
+        raise NotImplementedError
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        """The part of a streamed choice that carries text."""
+        raise NotImplementedError
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        """The part of a whole choice that carries its text."""
+        raise NotImplementedError
+
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    # Streaming
+
+    def stream(self, delta: ChoiceDelta) -> bytes:
+        """Events for one delta; empty when there is nothing to say."""
+        return b"".join(self._events(delta))
+
+    def closing(self, usage: Usage) -> bytes:
+        """What follows the last finish_reason; `usage` is the whole answer's."""
+        if not self._request.include_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage_object(usage)}) + DONE
+
+    def _events(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        index = delta.index
+        if index not in self._begun:
+            self._begun.add(index)
+            for choice in self._opening(index):
+                yield self._chunk(choice, Usage(delta.usage.prompt_tokens, 0, delta.usage.cached_tokens))
+        request = self._request
+        ids_wanted = request.return_token_ids and bool(delta.token_ids)
+        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        if delta.text or ids_wanted or logprobs or (request.continuous_usage and delta.token_ids):
+            choice = {"index": index, **self._piece(delta.text[:_MAX_TEXT_CHARS]), "logprobs": logprobs}
+            choice["finish_reason"] = None
+            if request.return_token_ids:
+                choice["token_ids"] = delta.token_ids
+            yield self._chunk(choice, delta.usage)
+            for start in range(_MAX_TEXT_CHARS, len(delta.text), _MAX_TEXT_CHARS):
+                piece = self._piece(delta.text[start : start + _MAX_TEXT_CHARS])
+                yield self._chunk(
+                    {"index": index, **piece, "logprobs": None, "finish_reason": None}, delta.usage
+                )
+        if delta.finish_reason is not None:
+            choice = {"index": index, **self._piece(""), "logprobs": None}
+            choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+            yield self._chunk(choice, delta.usage)
+
+    def _chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
+        chunk = {**self._head, "choices": (choice,)}
+        if self._request.continuous_usage:
+            chunk["usage"] = usage_object(usage)
+        elif self._request.include_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def _prompt_ids(self, index: int) -> Iterator[dict[str, Any]]:
+        """The prompt's ids for return_token_ids, in as many choice objects as line lengths ask for."""
+        if self._request.return_token_ids:
+            ids = self._answer.prompt_of(index).token_ids
+            for start in range(0, len(ids), _MAX_IDS_PER_CHUNK):
+                yield {"prompt_token_ids": ids[start : start + _MAX_IDS_PER_CHUNK]}
+
+    # One piece
+
+    def collect(self, delta: ChoiceDelta) -> None:
+        self._collected.setdefault(delta.index, []).append(delta)
+
+    def whole(self, usage: Usage) -> bytes:
+        """The non-streaming answer, once every choice has finished; `usage` is the whole answer's."""
+        answer = {
+            **self._head,
+            "object": self.whole_object,
+            "choices": [self._whole_choice(index) for index in sorted(self._collected)],
+            "usage": usage_object(usage),
+            "system_fingerprint": None,
+        }
+        return _encode(answer)
+
+    def _whole_choice(self, index: int) -> dict[str, Any]:
+        deltas = self._collected[index]
+        logprobs = None
+        if self._request.sampling.logprobs is not None:
+            logprobs = self._logprobs(
+                index, tuple(entry for delta in deltas for entry in delta.logprobs or ())
+            )
+        choice = {
+            "index": index,
+            **self._message(index, "".join(delta.text for delta in deltas)),
+            "logprobs": logprobs,
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+            choice["prompt_token_ids"] = self._answer.prompt_of(index).token_ids
+        return choice
+
+    def _token_text(self, token_id: int) -> str:
+        if self._request.tokens_as_ids:
+            return f"token_id:{token_id}"
+        return self._token_bytes.raw(token_id).decode(errors="replace")
+
+
+class ChatEncoder(AnswerEncoder):
+    """chat.completion and chat.completion.chunk."""
+
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        ids = list(self._prompt_ids(index)) or [{}]
+        first = {"index": index, **role, **ids[0]}
+        return [first, *({"index": index, "delta": {}, "finish_reason": None, **more} for more in ids[1:])]
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
+        entries = []
+        for entry in logprobs or ():
+            shown = self._entry(entry.token_id, entry.logprob)
+            shown["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in entry.top]
+            entries.append(shown)
+        return {"content": entries}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._token_bytes.raw(token_id)
+        return {"token": self._token_text(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class CompletionEncoder(AnswerEncoder):
+    """text_completion, whole and in chunks."""
+
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        choices = [
+            {"index": index, "text": "", "finish_reason": None, **ids} for ids in self._prompt_ids(index)
+        ]
+        echoed = self._echo(index)
+        for start in range(0, len(echoed), _MAX_TEXT_CHARS):
+            text = echoed[start : start + _MAX_TEXT_CHARS]
+            choices.append({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+        return choices
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        return {"text": self._echo(index) + text}
+
+    def _echo(self, index: int) -> str:
+        return self._answer.prompt_of(index).text if self._request.echo else ""
+
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
+        offset_chars = self._text_offsets_chars.get(index, 0)
+        offsets: list[int] = []
+        entries = logprobs or ()
+        for entry in entries:
+            offsets.append(offset_chars)
+            offset_chars += len(self._token_bytes.shown((entry.token_id,)).decode(errors="ignore"))
+        self._text_offsets_chars[index] = offset_chars
+        return {
+            "tokens": [self._token_text(entry.token_id) for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._token_text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinities; a comparison with NaN is false and gives the lowest value too."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB

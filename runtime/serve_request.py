@@ -1,0 +1,116 @@
+"""What is asked of the server, whatever the protocol it came in, and what is it told back?
+
+The one internal form between protocols (thin translations at the edge) and generation. Frozen records; made
+on the HTTP thread or a worker, read anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.request import SamplingParams, TokenLogprob, Usage
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation for the chat template. `variables` go to the template beside the messages."""
+
+    messages: tuple[dict[str, Any], ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True)
+class TextPrompts:
+    """One or several prompts, each text or token ids, answered side by side."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """`sampling.max_tokens` is 0 where the client named no limit. `n` choices are made for each prompt;
+    choice index = prompt index * n + i. `logprobs` counts the best candidates shown beside each token, None
+    for none.
+    """
+
+    model: str
+    prompt: ChatPrompt | TextPrompts
+    sampling: SamplingParams
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    echo: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, ChatPrompt)
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that an error about the prompt names."""
+        return "messages" if self.is_chat else "prompt"
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """Token ids of one prompt; `message_end_tokens[i]` counts the tokens up to the end of message i. `text`
+    is what echo shows (for a prompt of token ids, their decoded text).
+    """
+
+    token_ids: tuple[int, ...]
+    message_end_tokens: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is fixed about the answer to a request before its first token."""
+
+    request: ServeRequest
+    response_id: str
+    created_s: int
+    prompts: tuple[RenderedPrompt, ...]
+
+    def prompt_of(self, index: int) -> RenderedPrompt:
+        """The prompt that choice `index` continues."""
+        return self.prompts[index // self.request.n]
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What one choice gained: visible text and the tokens behind it. The last one carries `finish_reason`,
+    and `stop_reason` where a stop string or one of the request's stop ids ended it. `usage` is the running
+    count.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    usage: Usage
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+def total_usage(usages: list[Usage], n: int) -> Usage:
+    """Usage of a whole answer: completions summed over its choices, each prompt counted once however many
+    choices it has. `usages` lie in order of choice index."""
+    firsts = usages[::n]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in firsts),
+    )

@@ -1,0 +1,355 @@
+"""How does the server start, become ready, and stop?
+
+The listener is up first and says "not ready" while a second thread loads the model and compiles. The event
+loop, on the main thread, owns the state; signals drain it, within bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+import model as model_package
+from model.config import ConfigError, load_config
+from model.hub import HubError, resolve_model
+from runtime.chat_template import ChatTemplate, load_chat_template
+from runtime.generation import Generator
+from runtime.http_guard import Guard, guard_rules
+from runtime.http_server import Backend, HttpServer, ServerState
+from runtime.metrics import ServerMetrics
+from runtime.openai_protocol import ProtocolLimits, sampling_defaults
+from runtime.options import ServerOptions
+from runtime.prompts import PromptBuilder
+from runtime.tokenizing import PromptTokenizer, load_tokenizer
+from runtime.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine, EngineStats
+    from runtime.engine_builder import EngineOptions
+
+PROMPT_THREADS = 2
+PROMPT_LIMIT_S = 5.0
+HEAD_LIMIT_S = 30.0
+DRAIN_LIMIT_S = 20.0
+CLOSE_LIMIT_S = 2.0
+BUILD_ABORT_LIMIT_S = 10.0
+_PROGRESS_INTERVAL_S = 1.0
+_BUNDLED_NAME = "strata-demo"
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+class _BuildAborted(Exception):
+    """The server was told to stop while it was loading."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What the building thread hands to the event loop."""
+
+    engine: Engine
+    builder: PromptBuilder
+    limits: ProtocolLimits
+
+
+def run(options: ServerOptions, version: str) -> int:
+    """Serves until a signal comes. Returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("strata").setLevel(logging.INFO)
+    try:
+        if options.plan_only:
+            return _print_plan(options)
+        return asyncio.run(_Serving(options, version).run())
+    except StartError as error:
+        print(f"strata-serve: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+class _Serving:
+    def __init__(self, options: ServerOptions, version: str):
+        self._options = options
+        self._version = version
+        self._state = ServerState(_model_names(options), version)
+        self._stop = asyncio.Event()
+        self._aborting = threading.Event()
+        self._n_signals = 0
+
+    async def run(self) -> int:
+        options, state = self._options, self._state
+        listener = _bind(options.host, options.port)
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, self._on_signal)
+        rules = guard_rules(
+            options.host, options.allowed_hosts, options.cors_origins, options.api_keys, options.metrics_keys
+        )
+        metrics = ServerMetrics(
+            state.model_names[0], self._version, self._stats, compat_vllm=options.metrics_compat_vllm
+        )
+        workers = WorkerPool(PROMPT_THREADS, PROMPT_LIMIT_S)
+        http = HttpServer(
+            state,
+            Guard(rules),
+            metrics,
+            workers,
+            max_body_bytes=options.max_body_bytes,
+            stall_limit_s=options.stall_limit_s,
+        )
+        runner = web.AppRunner(
+            http.application(),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=HEAD_LIMIT_S,
+            shutdown_timeout=CLOSE_LIMIT_S,
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listener).start()
+            loaded = await self._build()
+            if loaded is None:
+                return 130
+            generator = Generator(
+                loaded.engine, loaded.builder, workers, metrics, max_preparing=options.max_waiting
+            )
+            state.backend = Backend(
+                loaded.engine, generator, loaded.limits, loaded.builder.tokenizer.token_bytes
+            )
+            loaded.engine.start()
+            state.phase = "ready"
+            print(f"ready {_url(listener)}", flush=True)
+            await self._stop.wait()
+            await self._drain(loaded.engine)
+        finally:
+            workers.shutdown()
+            await runner.cleanup()
+        return 0
+
+    def _stats(self) -> EngineStats | None:
+        return None if self._state.backend is None else self._state.backend.engine.stats()
+
+    def _on_signal(self) -> None:
+        self._n_signals += 1
+        if self._n_signals > 1:
+            # The user insists: leave at once, whatever still runs.
+            os._exit(130)
+        self._aborting.set()
+        self._stop.set()
+
+    async def _build(self) -> _Loaded | None:
+        """Loads on a thread of its own; None when a signal came first."""
+        progress = _ProgressLines(self._aborting)
+        future: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
+        thread = threading.Thread(
+            target=_hand_over,
+            args=(asyncio.get_running_loop(), future, lambda: _load(self._options, progress)),
+            name="strata-build",
+            daemon=True,
+        )
+        thread.start()
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((future, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            print("stopping", flush=True)
+            await asyncio.wait((future,), timeout=BUILD_ABORT_LIMIT_S)
+            if not future.done():
+                # A compile cannot be interrupted; ending the interpreter under it could crash.
+                os._exit(130)
+        stopped.cancel()
+        try:
+            return future.result()
+        except _BuildAborted:
+            return None
+        except StartError:
+            self._state.phase = "failed"
+            raise
+
+    async def _drain(self, engine: Engine) -> None:
+        self._state.phase = "draining"
+        print("stopping: running requests may finish; again to stop at once", flush=True)
+        await asyncio.to_thread(engine.drain, DRAIN_LIMIT_S)
+        await asyncio.to_thread(engine.stop)
+
+
+def _hand_over(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[_Loaded], build: Callable[[], _Loaded]
+) -> None:
+    try:
+        loaded = build()
+    except BaseException as error:
+        failure = error
+        if not isinstance(error, StartError | _BuildAborted):
+            traceback.print_exception(error)
+            failure = StartError(f"loading failed: {type(error).__name__}: {error}")
+        loop.call_soon_threadsafe(future.set_exception, failure)
+    else:
+        loop.call_soon_threadsafe(future.set_result, loaded)
+
+
+def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
+    """On the building thread: everything that takes time before the server can answer."""
+    model_dir, tokenizer, template, limits = _read_model_folder(options)
+    engine = _engine_call(options, model_dir, progress, build=True)
+    if options.served_model_names == () and template is None:
+        progress.say("the model has no chat template: only /v1/completions can be used")
+    return _Loaded(engine, PromptBuilder(tokenizer, template, engine.max_model_tokens), limits)
+
+
+def _read_model_folder(
+    options: ServerOptions,
+) -> tuple[Path, PromptTokenizer, ChatTemplate | None, ProtocolLimits]:
+    try:
+        model_dir = _model_dir(options)
+        vocab_size = load_config(model_dir).vocab_size
+        tokenizer = load_tokenizer(model_dir)
+        source, special_tokens = load_chat_template(model_dir, options.chat_template)
+        template = None if source is None else ChatTemplate(source, special_tokens, time.localtime())
+        generation_path = model_dir / "generation_config.json"
+        generation_config = json.loads(generation_path.read_text()) if generation_path.exists() else {}
+        limits = ProtocolLimits(vocab_size, sampling_defaults(generation_config))
+    except (HubError, ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+        raise StartError(_as_text(error)) from error
+    return model_dir, tokenizer, template, limits
+
+
+def _engine_call(options: ServerOptions, model_dir: Path, progress: _ProgressLines, *, build: bool):  # type: ignore[no-untyped-def]
+    """Builds the engine, or only plans its memory. Importing JAX takes a second, so it happens here, when the
+    listener is up and the flags have been found good."""
+    from model.loading import CheckpointError
+    from runtime.devices import set_up_devices
+    from runtime.engine_builder import TooFewDevices, build_engine, plan_only
+    from runtime.memory_plan import DoesNotFit
+
+    try:
+        hint = set_up_devices(options.mesh_ranks, options.compile_cache)
+        if hint is not None:
+            print(f"strata-serve: {hint}", file=sys.stderr, flush=True)
+        function = build_engine if build else plan_only
+        return function(_engine_options(options, model_dir), progress)
+    except (ConfigError, CheckpointError, TooFewDevices, DoesNotFit, ValueError, OSError) as error:
+        raise StartError(_as_text(error)) from error
+
+
+def _print_plan(options: ServerOptions) -> int:
+    try:
+        model_dir = _model_dir(options)
+    except HubError as error:
+        raise StartError(_as_text(error)) from error
+    plan = _engine_call(options, model_dir, _ProgressLines(threading.Event()), build=False)
+    print(plan.describe(), flush=True)
+    return 0
+
+
+def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
+    from runtime.engine_builder import EngineOptions
+
+    return EngineOptions(
+        model_dir=model_dir,
+        mesh_ranks=options.mesh_ranks,
+        dtype=options.dtype,
+        max_model_tokens=options.max_model_tokens,
+        max_concurrency=options.max_concurrency,
+        device_memory_bytes=options.device_memory_bytes,
+        grid_tokens=options.grid_tokens,
+        prefill_tokens=options.prefill_tokens,
+        schedule=options.schedule,
+        decode_buckets_rows=options.decode_buckets_rows,
+        kernels=options.kernels,
+        queue_limit=options.max_waiting,
+    )
+
+
+def _model_dir(options: ServerOptions) -> Path:
+    if options.model is None:
+        bundled = Path(model_package.__path__[0]) / "demo"
+        if not (bundled / "config.json").exists():
+            raise HubError("this installation has no bundled model; name one with --model DIR or ORG/NAME")
+        return bundled
+    return resolve_model(options.model, offline=options.offline)
+
+
+def _model_names(options: ServerOptions) -> tuple[str, ...]:
+    if options.served_model_names:
+        return options.served_model_names
+    if options.model is None:
+        return (_BUNDLED_NAME,)
+    path = Path(options.model).expanduser()
+    return (path.resolve().name if path.is_dir() else options.model.partition("@")[0],)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket on exactly this address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise StartError(f"--host {host}: no such address ({error.strerror})") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except PermissionError as error:
+        listener.close()
+        raise StartError(f"--port {port} needs special rights; take one above 1023") from error
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"cannot listen on {host}:{port} ({error.strerror}): stop the program that uses it,"
+            " or take another port with --port (0 takes a free one)"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _as_text(error: Exception) -> str:
+    # A KeyError's text is only the key; an OSError knows its file.
+    return f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error)
+
+
+class _ProgressLines:
+    """Prints what loading is at, at most a line a second for each thing, and ends it when asked to."""
+
+    def __init__(self, aborting: threading.Event):
+        self._aborting = aborting
+        self._lock = threading.Lock()
+        self._last_s: dict[str, float] = {}
+        self._started_s = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._aborting.is_set():
+            raise _BuildAborted
+        now_s = time.monotonic()
+        with self._lock:
+            if done < total and now_s - self._last_s.get(what, 0.0) < _PROGRESS_INTERVAL_S:
+                return
+            self._last_s[what] = now_s
+        self.say(f"{what}: {_amount(done, total)}")
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._started_s:6.1f} s] {text}", flush=True)
+
+
+def _amount(done: int, total: int) -> str:
+    if total > 10_000:
+        return f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
+    return f"{done} of {total}"
