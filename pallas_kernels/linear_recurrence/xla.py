@@ -124,30 +124,37 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
 
 
 def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b):
-    """See the entry point."""
+    """See the entry point.
+
+    One row of states at a time, so that its second use (the update) finds it in the processor's cache: read once,
+    written once, in place. (On CPU, a gather and scatter of all rows took 3 times as long for 8 rows, 10 for 32.)
+    """
     n_b, n_k, d = q_bkd.shape
     n_h, n_v = v_bhv.shape[1:]
-    q = jnp.repeat(_l2norm(q_bkd) * jnp.float32(d**-0.5), n_h // n_k, axis=1)
-    k = jnp.repeat(_l2norm(k_bkd), n_h // n_k, axis=1)
-    decay = jnp.exp(log_decay_bh.astype(jnp.float32))[..., None]
-    v = v_bhv.astype(jnp.float32)
-    beta = beta_bh.astype(jnp.float32)[..., None]
-    qk = jnp.sum(q * k, axis=-1, keepdims=True)
+    q_bhd = jnp.repeat(_l2norm(q_bkd) * jnp.float32(d**-0.5), n_h // n_k, axis=1)
+    k_bhd = jnp.repeat(_l2norm(k_bkd), n_h // n_k, axis=1)
+    v_bhv = v_bhv.astype(jnp.float32)
+    decay_bh1 = jnp.exp(log_decay_bh.astype(jnp.float32))[..., None]
+    beta_bh1 = beta_bh.astype(jnp.float32)[..., None]
+    qk_bh1 = jnp.sum(q_bhd * k_bhd, axis=-1, keepdims=True)
 
     def row(b, carry):
         out_bhv, states_shdv = carry
-        state = lax.dynamic_slice(states_shdv, (slots_b[b], 0, 0, 0), (1, n_h, d, n_v))[0]
-        seen_k = _dot("hd,hdv->hv", k[b], state)
-        seen_q = _dot("hd,hdv->hv", q[b], state)
-        u = beta[b] * (v[b] - decay[b] * seen_k)
-        out = decay[b] * seen_q + qk[b] * u
-        new = decay[b][:, :, None] * state + k[b][:, :, None] * u[:, None, :]
+        q, k, v, decay, beta, qk = (
+            lax.dynamic_slice_in_dim(x, b, 1) for x in (q_bhd, k_bhd, v_bhv, decay_bh1, beta_bh1, qk_bh1)
+        )
+        # The slice keeps its leading axis of 1 for all its uses: with two shapes XLA copies the row twice.
+        state_1hdv = lax.dynamic_slice_in_dim(states_shdv, slots_b[b], 1)
+        u_1hv = beta * (v - decay * _dot("xhd,xhdv->xhv", k, state_1hdv))
+        out_1hv = decay * _dot("xhd,xhdv->xhv", q, state_1hdv) + qk * u_1hv
+        state_1hdv = decay[..., None] * state_1hdv + k[..., None] * u_1hv[:, :, None, :]
         return (
-            lax.dynamic_update_slice(out_bhv, out[None], (b, 0, 0)),
-            lax.dynamic_update_slice(states_shdv, new[None], (slots_b[b], 0, 0, 0)),
+            lax.dynamic_update_slice_in_dim(out_bhv, out_1hv, b, 0),
+            lax.dynamic_update_slice_in_dim(states_shdv, state_1hdv, slots_b[b], 0),
         )
 
-    return lax.fori_loop(0, n_b, row, (jnp.zeros((n_b, n_h, n_v), jnp.float32), states_shdv))
+    out_bhv = jnp.zeros((n_b, n_h, n_v), jnp.float32)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(n_b), row, (out_bhv, states_shdv))
 
 
 def _conv(inputs_xc, weight_cj1, n_rows):
