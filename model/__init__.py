@@ -1,0 +1,1 @@
+"""What the network computes: configs, parameters, forward, sampling, loading and saving weights."""

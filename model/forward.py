@@ -1,0 +1,199 @@
+"""What one step computes: prefill over tiles, decode over sequences, and a slot's reset. Pure functions.
+
+Prefill runs its tiles one after another through one compiled body, so a tile's bits depend on its own tokens,
+its row and its pages alone (DESIGN section 6); decode runs all sequences side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.batch import TOP_LOGPROBS, DecodeBatch, StepOutput, TileBatch
+from model.decoder import DecoderWeights, LayerWeights
+from model.layers import attention, gated_delta, mlp
+from model.layers.linear import embed, logits_of, rms_norm
+from model.sampling import remember, sample
+from model.state import DeviceState, LinearRow, SamplerState
+from model.static import Static
+
+HEAD_ROWS = 4
+"""Prefill takes logits for this many prompts at once, always: the same product for one finished prompt as for four."""
+
+
+def prefill(
+    params: DecoderWeights, state: DeviceState, tiles: TileBatch, static: Static
+) -> tuple[DeviceState, StepOutput]:
+    """Computes tiles [0, n_tiles), and samples the first token of every prompt that ends in one of them."""
+    state, hidden_nth = _run_tiles(params, state, tiles, static, keep_all=False)
+    return _first_tokens(params, state, tiles, hidden_nth[:, 0], static)
+
+
+def prompt_logits(
+    params: DecoderWeights, state: DeviceState, tiles: TileBatch, static: Static
+) -> tuple[DeviceState, jax.Array]:
+    """As `prefill`, but returns float32 logits [N, T, V] of every position and samples nothing."""
+    state, hidden_nth = _run_tiles(params, state, tiles, static, keep_all=True)
+    flat = hidden_nth.reshape(-1, hidden_nth.shape[-1])
+    logits = static.replicated(logits_of(flat, _head(params)))
+    return state, logits.reshape(*hidden_nth.shape[:2], -1)
+
+
+def decode(
+    params: DecoderWeights, state: DeviceState, batch: DecodeBatch, static: Static
+) -> tuple[DeviceState, StepOutput]:
+    """Feeds each sequence its slot's last token and samples the next, which becomes the slot's last token."""
+    x = embed(params.embedding, state.last_token_s[batch.slots_b], static.plan, static.mesh)
+    rotation = attention.rotations(static.config, batch.position_b)
+
+    def mix(weights: LayerWeights, normed: jax.Array, pages: jax.Array, place: Any) -> tuple[jax.Array, Any]:
+        if isinstance(place, LinearRow):
+            return gated_delta.mix_tokens(weights.mixer, normed, place, batch.slots_b, static)
+        return attention.attend_tokens(
+            weights.mixer, normed, pages, batch.page_table_bp, batch.position_b, rotation, place, static
+        )
+
+    x, pages, rows = _layers(params, x, state.pages_rnw, state.rows, mix, static)
+    logits = static.replicated(logits_of(_final_norm(params, x, static), _head(params)))
+    output = sample(
+        logits,
+        batch.sampling,
+        state.sampler,
+        batch.slots_b,
+        batch.position_b + 1,
+        return_logits=static.return_logits,
+    )
+    return DeviceState(
+        pages_rnw=pages,
+        rows=rows,
+        last_token_s=state.last_token_s.at[batch.slots_b].set(output.token_ids_b),
+        sampler=remember(state.sampler, batch.slots_b, output.token_ids_b),
+    ), output
+
+
+def set_slot(
+    state: DeviceState,
+    slot: jax.Array,
+    bias_v: jax.Array,
+    prompt_seen_v: jax.Array,
+    output_count_v: jax.Array,
+    last_token: jax.Array,
+) -> DeviceState:
+    """Makes a slot ready for a new sequence: an empty row, and its sampler's state."""
+    sampler = state.sampler
+    return DeviceState(
+        pages_rnw=state.pages_rnw,
+        rows=jax.tree.map(lambda leaf: leaf.at[slot].set(jnp.zeros((), leaf.dtype)), state.rows),
+        last_token_s=state.last_token_s.at[slot].set(last_token),
+        sampler=SamplerState(
+            bias_sv=sampler.bias_sv.at[slot].set(bias_v),
+            prompt_seen_sv=sampler.prompt_seen_sv.at[slot].set(prompt_seen_v),
+            output_count_sv=sampler.output_count_sv.at[slot].set(output_count_v),
+        ),
+    )
+
+
+def _head(params: DecoderWeights) -> jax.Array:
+    return params.embedding if params.head is None else params.head
+
+
+def _final_norm(params: DecoderWeights, x: jax.Array, static: Static) -> jax.Array:
+    return rms_norm(x, params.norm, static.config.norm_eps, zero_centred=static.config.zero_centred_norms)
+
+
+def _layers(params, x, pages, rows, mix, static):  # type: ignore[no-untyped-def]
+    """All layers over x; `mix(weights, normed, pages, row or component)` is the mixer at hand."""
+    config = static.config
+    rows, components = list(rows), iter(static.layout.components)
+    linear_index = 0
+    for layer, weights in zip(config.layers, params.layers, strict=True):
+        normed = rms_norm(x, weights.mixer_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
+        if layer.mixer == "attention":
+            mixed, pages = mix(weights, normed, pages, next(components))
+        else:
+            mixed, rows[linear_index] = mix(weights, normed, pages, rows[linear_index])
+            linear_index += 1
+        x = static.replicated(x + mixed)
+        normed = rms_norm(x, weights.mlp_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
+        fed = mlp.moe(weights.mlp, normed, static) if layer.mlp == "moe" else mlp.dense(weights.mlp, normed)
+        x = static.replicated(x + fed)
+    return x, pages, tuple(rows)
+
+
+def _run_tiles(
+    params: DecoderWeights, state: DeviceState, tiles: TileBatch, static: Static, *, keep_all: bool
+) -> tuple[DeviceState, jax.Array]:
+    """The tile loop. Final hidden states: [N, T, H] if keep_all, else of each tile's last valid token, [N, 1, H]."""
+    n_most, tile_tokens = tiles.token_ids_nt.shape
+    hidden = jnp.zeros(
+        (n_most, tile_tokens if keep_all else 1, static.config.hidden_size), params.embedding.dtype
+    )
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        pages, rows, hidden = carry
+        slot, start, valid = tiles.slots_n[i], tiles.start_tokens_n[i], tiles.valid_tokens_n[i]
+        x = embed(params.embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
+        rotation = attention.rotations(static.config, start + jnp.arange(tile_tokens, dtype=jnp.int32))
+
+        def mix(
+            weights: LayerWeights, normed: jax.Array, pages: jax.Array, place: Any
+        ) -> tuple[jax.Array, Any]:
+            if isinstance(place, LinearRow):
+                return gated_delta.mix_tile(weights.mixer, normed, place, slot, valid, static)
+            return attention.attend_tile(
+                weights.mixer, normed, pages, tiles.page_table_np[i], start, rotation, place, static
+            )
+
+        x, pages, rows = _layers(params, x, pages, rows, mix, static)
+        kept = x if keep_all else lax.dynamic_slice_in_dim(x, valid - 1, 1)
+        kept = _final_norm(params, kept, static)
+        return pages, rows, lax.dynamic_update_index_in_dim(hidden, kept, i, 0)
+
+    pages, rows, hidden = lax.fori_loop(0, tiles.n_tiles, body, (state.pages_rnw, state.rows, hidden))
+    return state.replace(pages_rnw=pages, rows=rows), hidden
+
+
+def _first_tokens(
+    params: DecoderWeights, state: DeviceState, tiles: TileBatch, hidden_nh: jax.Array, static: Static
+) -> tuple[DeviceState, StepOutput]:
+    """Samples for the finishing tiles, HEAD_ROWS at a time: a loop as long as there are any."""
+    n_most, scratch = hidden_nh.shape[0], state.last_token_s.shape[0] - 1
+    finishing = tiles.finishes_n & (jnp.arange(n_most, dtype=jnp.int32) < tiles.n_tiles)
+    order = jnp.nonzero(finishing, size=n_most + HEAD_ROWS, fill_value=n_most)[0].astype(jnp.int32)
+    k = min(TOP_LOGPROBS, static.config.vocab_size)
+    empty = StepOutput(
+        token_ids_b=jnp.zeros(n_most, jnp.int32),
+        logprob_b=jnp.zeros(n_most, jnp.float32),
+        top_token_ids_bk=jnp.zeros((n_most, k), jnp.int32),
+        top_logprobs_bk=jnp.zeros((n_most, k), jnp.float32),
+        logits_bv=jnp.zeros((n_most, static.config.vocab_size), jnp.float32)
+        if static.return_logits
+        else None,
+    )
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        last_token_s, sampler, output = carry
+        index = lax.dynamic_slice_in_dim(order, i * HEAD_ROWS, HEAD_ROWS)
+        tile = jnp.minimum(index, n_most - 1)
+        slots = jnp.where(index < n_most, tiles.slots_n[tile], scratch)
+        logits = static.replicated(logits_of(hidden_nh[tile], _head(params)))
+        chosen = sample(
+            logits,
+            jax.tree.map(lambda leaf: leaf[tile], tiles.sampling),
+            sampler,
+            slots,
+            tiles.start_tokens_n[tile] + tiles.valid_tokens_n[tile],
+            return_logits=static.return_logits,
+        )
+        output = jax.tree.map(lambda all_n, new: all_n.at[index].set(new, mode="drop"), output, chosen)
+        last_token_s = last_token_s.at[slots].set(chosen.token_ids_b)
+        return last_token_s, remember(sampler, slots, chosen.token_ids_b), output
+
+    n_loops = (jnp.sum(finishing, dtype=jnp.int32) + HEAD_ROWS - 1) // HEAD_ROWS
+    last_token_s, sampler, output = lax.fori_loop(
+        0, n_loops, body, (state.last_token_s, state.sampler, empty)
+    )
+    return state.replace(last_token_s=last_token_s, sampler=sampler), output

@@ -1,0 +1,62 @@
+"""How vectors meet matrices: linear maps in [out, in] order, RMS norms, and the embedding's two uses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from model.params import MESH_AXIS, Plan
+
+
+def linear(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
+    """x [..., in] times weight [out..., in...] whose last `contract` axes are the inputs -> [..., out...].
+
+    One plain matrix product in x's dtype with float32 accumulation.
+    """
+    out_axes, in_axes = weight.shape[:-contract], weight.shape[-contract:]
+    size_in = 1
+    for n in in_axes:
+        size_in *= n
+    lead = x.shape[: x.ndim - contract]
+    flat = lax.dot_general(
+        x.reshape(-1, size_in),
+        weight.reshape(-1, size_in),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return flat.astype(x.dtype).reshape(*lead, *out_axes)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, zero_centred: bool) -> jax.Array:
+    """RMSNorm over the last axis, in float32, cast back (models.md section 0)."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    scale = 1.0 + weight if zero_centred else weight
+    return (normed * scale).astype(x.dtype)
+
+
+def embed(table_vh: jax.Array, token_ids_t: jax.Array, plan: Plan, mesh: Mesh) -> jax.Array:
+    """Rows of the embedding -> [T, H]. A split vocabulary is looked up where it lies and summed: no gather of it."""
+    if "vocab" not in plan.split:
+        return table_vh[token_ids_t]
+
+    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
+        index = ids - lax.axis_index(MESH_AXIS) * table.shape[0]
+        inside = (index >= 0) & (index < table.shape[0])
+        picked = table[jnp.clip(index, 0, table.shape[0] - 1)]
+        return lax.psum(jnp.where(inside[:, None], picked, jnp.zeros_like(picked)), MESH_AXIS)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(MESH_AXIS, None), PartitionSpec(None)),
+        out_specs=PartitionSpec(None, None),
+        check_vma=False,
+    )(table_vh, token_ids_t)
+
+
+def logits_of(hidden_bh: jax.Array, head_vh: jax.Array) -> jax.Array:
+    """Float32 logits [B, V] of final hidden states."""
+    return lax.dot_general(hidden_bh, head_vh, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

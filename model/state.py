@@ -1,0 +1,100 @@
+"""What the device remembers between steps: the arena of pages, the active rows, and each slot's sampler.
+
+The engine owns one DeviceState, donates it to every step and keeps the returned one. Slot n_slots - 1 and page 0
+are scratch: padding reads and writes them and nothing else does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.params import MESH_AXIS
+from model.static import Static
+
+
+@struct.dataclass
+class LinearRow:
+    """One linear layer's rows: conv_sjgc (the last inputs of the convolution), state_sgrkv float32."""
+
+    conv: jax.Array
+    state: jax.Array
+
+
+@struct.dataclass
+class SamplerState:
+    """Per slot: logit bias [S, V] float32, whether a token was in the prompt (bool), how often it was generated."""
+
+    bias_sv: jax.Array
+    prompt_seen_sv: jax.Array
+    output_count_sv: jax.Array
+
+
+@struct.dataclass
+class DeviceState:
+    """pages_rnw: words [ranks, pages, words of a page], split over the ranks. rows: one per linear layer.
+    last_token_s int32: what the next decode step is fed."""
+
+    pages_rnw: jax.Array
+    rows: tuple[LinearRow, ...]
+    last_token_s: jax.Array
+    sampler: SamplerState
+
+
+def abstract_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
+    """The state's shapes, dtypes and shardings (`jax.ShapeDtypeStruct` leaves)."""
+    layout, plan, mesh = static.layout, static.plan, static.mesh
+    dtype = jnp.dtype(layout.entry_dtype)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def replicated(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=everywhere)
+
+    rows = tuple(
+        LinearRow(
+            **{
+                part.name: jax.ShapeDtypeStruct(
+                    (n_slots, *part.shape),
+                    jnp.float32 if part.float32 else dtype,
+                    sharding=NamedSharding(mesh, plan.spec(None, *part.axes)),
+                )
+                for part in parts
+            }
+        )
+        for parts in layout.row_parts
+    )
+    vocab = static.config.vocab_size
+    return DeviceState(
+        pages_rnw=jax.ShapeDtypeStruct(
+            (layout.ranks, n_pages, layout.page_words),
+            layout.word_dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(MESH_AXIS)),
+        ),
+        rows=rows,
+        last_token_s=replicated((n_slots,), jnp.int32),
+        sampler=SamplerState(
+            bias_sv=replicated((n_slots, vocab), jnp.float32),
+            prompt_seen_sv=replicated((n_slots, vocab), jnp.bool_),
+            output_count_sv=replicated((n_slots, vocab), jnp.int32),
+        ),
+    )
+
+
+def make_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
+    """A zeroed state, laid out on the mesh, nothing of it ever on another device."""
+    shapes = abstract_state(static, n_pages, n_slots)
+
+    def zeros() -> DeviceState:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
+
+
+def state_bytes_per_rank(static: Static, n_slots: int) -> int:
+    """Bytes of everything but the pages on one rank: rows and samplers."""
+    sampler = n_slots * static.config.vocab_size * (4 + 1 + 4) + 4 * n_slots
+    return n_slots * static.layout.row_bytes + sampler
