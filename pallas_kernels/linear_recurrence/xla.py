@@ -157,39 +157,40 @@ def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, 
     return lax.fori_loop(jnp.int32(0), jnp.int32(n_b), row, (out_bhv, states_shdv))
 
 
-def _conv(inputs_xc, weight_cj1, n_rows):
-    """SiLU of the convolution's `n_rows` outputs from float32 inputs whose first taps-1 rows are the tail."""
-    taps = weight_cj1.shape[-1]
-    weight_jc = weight_cj1[:, 0, :].T.astype(jnp.float32)
-    total = inputs_xc[..., :n_rows, :] * weight_jc[0]
-    for j in range(1, taps):
-        total = total + inputs_xc[..., j : j + n_rows, :] * weight_jc[j]
-    return jax.nn.silu(total)
-
-
 def short_conv_tile(x_tc, tail_jc, weight_cj1, valid_tokens):
     """See the entry point."""
     t, taps = x_tc.shape[0], weight_cj1.shape[-1]
-    inputs = jnp.concatenate([tail_jc.astype(jnp.float32), x_tc.astype(jnp.float32)])
-    tail = lax.dynamic_slice_in_dim(inputs, valid_tokens, taps - 1).astype(tail_jc.dtype)
-    return _conv(inputs, weight_cj1, t).astype(x_tc.dtype), tail
+    weight_jc = weight_cj1[:, 0, :].T.astype(jnp.float32)
+    inputs_xc = jnp.concatenate([tail_jc.astype(jnp.float32), x_tc.astype(jnp.float32)])
+    total_tc = inputs_xc[:t] * weight_jc[0]
+    for j in range(1, taps):
+        total_tc = total_tc + inputs_xc[j : j + t] * weight_jc[j]
+    tail_jc = lax.dynamic_slice_in_dim(inputs_xc, valid_tokens, taps - 1).astype(tail_jc.dtype)
+    return jax.nn.silu(total_tc).astype(x_tc.dtype), tail_jc
 
 
 def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b):
     """See the entry point."""
     n_b, n_c = x_bc.shape
     n_j = tails_sjc.shape[1]
+    new_b1c = x_bc[:, None].astype(tails_sjc.dtype)
 
-    def row(b, carry):
-        y_bc, tails_sjc = carry
-        tail_jc = lax.dynamic_slice(tails_sjc, (slots_b[b], 0, 0), (1, n_j, n_c))[0]
-        x_1c = lax.dynamic_slice(x_bc, (b, 0), (1, n_c))
-        inputs = jnp.concatenate([tail_jc.astype(jnp.float32), x_1c.astype(jnp.float32)])
-        y_1c = _conv(inputs, weight_cj1, 1).astype(x_bc.dtype)
-        new_jc = inputs[1:].astype(tails_sjc.dtype)
-        return (
-            lax.dynamic_update_slice(y_bc, y_1c, (b, 0)),
-            lax.dynamic_update_slice(tails_sjc, new_jc[None], (slots_b[b], 0, 0)),
+    def exchange(b, carry):
+        # The new row is made from the copy of the old one, not from the slice: XLA then sees that the slice is done
+        # with before the row is overwritten, and does not copy all tails to keep it.
+        old_bjc, tails_sjc = carry
+        old_bjc = lax.dynamic_update_slice_in_dim(
+            old_bjc, lax.dynamic_slice_in_dim(tails_sjc, slots_b[b], 1), b, 0
         )
+        old_1jc = lax.dynamic_slice_in_dim(old_bjc, b, 1)
+        row_1jc = jnp.concatenate([old_1jc[:, 1:], lax.dynamic_slice_in_dim(new_b1c, b, 1)], axis=1)
+        return old_bjc, lax.dynamic_update_slice_in_dim(tails_sjc, row_1jc, slots_b[b], 0)
 
-    return lax.fori_loop(0, n_b, row, (jnp.zeros_like(x_bc), tails_sjc))
+    start = (jnp.zeros((n_b, n_j, n_c), tails_sjc.dtype), tails_sjc)
+    old_bjc, tails_sjc = lax.fori_loop(jnp.int32(0), jnp.int32(n_b), exchange, start)
+    weight_jc = weight_cj1[:, 0, :].T.astype(jnp.float32)
+    total_bc = old_bjc[:, 0].astype(jnp.float32) * weight_jc[0]
+    for j in range(1, n_j):
+        total_bc = total_bc + old_bjc[:, j].astype(jnp.float32) * weight_jc[j]
+    total_bc = total_bc + x_bc.astype(jnp.float32) * weight_jc[n_j]
+    return jax.nn.silu(total_bc).astype(x_bc.dtype), tails_sjc
