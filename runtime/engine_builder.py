@@ -192,11 +192,7 @@ def _plan(setup: _Setup, progress: Progress | None) -> MemoryPlan:
     context_tokens = setup.config.max_position_tokens
     trial = setup.shapes(TRIAL_PAGES, options.max_model_tokens or context_tokens)
     programs = declare_programs(static, setup.params, trial)
-    names = {prefill_name(size) for size in trial.tile_sizes_tokens} | {
-        decode_name(trial.decode_buckets_rows[-1]),
-        "gather_pages",
-        "set_slot",
-    }
+    names = (prefill_name(trial.grid_tokens), decode_name(trial.decode_buckets_rows[-1]), "gather_pages")
     compiled = compile_programs({name: programs[name] for name in names}, progress)
     device_memory_bytes, source = _device_memory(options)
     layout = static.layout

@@ -1,0 +1,435 @@
+"""Does the real engine, on tiny models, give every request its own right tokens and lose nothing?
+
+One set of compiled programs per model serves all tests here: an arena of 40 pages, so that preemption
+happens, and one decode bucket, so that a token's bits do not depend on who else runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runtime.engine import Engine
+from runtime.engine_builder import EngineOptions, TooFewDevices, build_engine, default_buckets, plan_only
+from runtime.memory_plan import DoesNotFit
+from runtime.request import (
+    EngineStopped,
+    GenerationRequest,
+    PromptTooLong,
+    QueueFull,
+    SamplingParams,
+    TokenDelta,
+)
+from tests.shared import shared_path
+
+ARENA_PAGES = 41
+GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+
+
+def options_for(model: str, ranks: int = 1) -> EngineOptions:
+    options = EngineOptions(
+        model_dir=shared_path(f"tiny_models/{model}"),
+        mesh_ranks=ranks,
+        max_model_tokens=512,
+        max_concurrency=8,
+        grid_tokens=64,
+        prefill_tokens=256,
+        decode_buckets_rows=(8,),
+        queue_limit=64,
+        swap_bytes=1 << 30,
+    )
+    needs = plan_only(options).needs
+    return replace(options, device_memory_bytes=needs.fixed_bytes + ARENA_PAGES * needs.page_bytes)
+
+
+class Harness:
+    """A started engine and its compiled parts, from which further engines can be made."""
+
+    def __init__(self, engine: Engine, model_dir: Path):
+        self.engine = engine
+        self.reference = np.load(model_dir / "reference.npz")
+        engine.start()
+
+    def again(self, **changes) -> Engine:
+        """Another engine on the same programs and device state; the first one must be idle meanwhile."""
+        config = replace(self.engine._scheduler.config, **changes)
+        engine = Engine(self.engine._steps, config, tuple(self.engine._eos_token_ids), 64)
+        engine.start()
+        return engine
+
+    def prompt(self, i: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in self.reference[f"prompt_{i}"])
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> Iterator[Harness]:
+    options = options_for("qwen3_5")
+    harness = Harness(build_engine(options), options.model_dir)
+    yield harness
+    harness.engine.stop()
+
+
+class Collector:
+    """Receives one request's deltas."""
+
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.done = threading.Event()
+
+    def __call__(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+        if delta.finish_reason is not None:
+            self.done.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self):
+        return [entry for delta in self.deltas for entry in delta.logprobs or ()]
+
+    def last(self, timeout_s: float = 60) -> TokenDelta:
+        assert self.done.wait(timeout_s), "no end of the request"
+        return self.deltas[-1]
+
+
+def send(engine: Engine, prompt, sampling: SamplingParams = GREEDY, name: str | None = None, priority=0):
+    collector = Collector()
+    name = name or f"r{id(collector)}"
+    engine.submit(GenerationRequest(name, tuple(prompt), sampling, priority), collector)
+    return collector
+
+
+def wait_idle(engine: Engine, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        stats = engine.stats()
+        if not engine._has_work() and stats.pages_held == stats.pages_fenced == stats.rows_active == 0:
+            assert stats.pages_free == stats.pages_capacity
+            assert stats.healthy and stats.alive
+            return
+        time.sleep(0.005)
+    pytest.fail(f"not idle: {engine.stats()}")
+
+
+def test_greedy_tokens_are_the_references(hybrid):
+    collectors = [send(hybrid.engine, hybrid.prompt(i)) for i in range(5)]
+    for i, collector in enumerate(collectors):
+        last = collector.last()
+        assert collector.tokens == list(hybrid.reference[f"greedy_{i}"])
+        assert last.finish_reason == "length"
+        assert last.usage.prompt_tokens == len(hybrid.prompt(i)) and last.usage.completion_tokens == 32
+        times = last.times
+        assert times.arrival_s <= times.admitted_s <= times.first_token_s <= times.finished_s
+    wait_idle(hybrid.engine)
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("qwen3", 1), ("qwen3_5", 4)])
+def test_other_models_and_meshes(model, ranks):
+    options = options_for(model, ranks)
+    harness = Harness(build_engine(options), options.model_dir)
+    try:
+        collectors = [send(harness.engine, harness.prompt(i)) for i in range(5)]
+        for i, collector in enumerate(collectors):
+            collector.last()
+            assert collector.tokens == list(harness.reference[f"greedy_{i}"])
+        force_preemption(harness.engine, harness)
+        assert harness.engine.stats().compiles_after_ready == 0
+        assert harness.engine.drain(10)
+    finally:
+        harness.engine.stop()
+
+
+def test_many_at_once_answer_as_alone(hybrid):
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 500, rng.integers(1, 140)).tolist() for _ in range(32)]
+    sampling = replace(GREEDY, max_tokens=12, logprobs=2)
+    alone = []
+    for prompt in prompts:
+        collector = send(hybrid.engine, prompt, sampling)
+        collector.last()
+        alone.append(collector)
+    together = [send(hybrid.engine, prompt, sampling) for prompt in prompts]
+    for one, among in zip(alone, together, strict=True):
+        among.last()
+        for a, b in zip(one.logprobs, among.logprobs, strict=True):
+            if a.top[0][1] - a.top[1][1] < 1e-3:
+                break
+            assert a.token_id == b.token_id
+        assert [t.logprob for t in one.logprobs] == [t.logprob for t in among.logprobs]
+    wait_idle(hybrid.engine)
+
+
+def force_preemption(engine: Engine, harness: Harness) -> list[Collector]:
+    """Eight sequences that need 48 pages of 40."""
+    sampling = replace(GREEDY, max_tokens=220, logprobs=1)
+    collectors = [
+        send(engine, harness.prompt(4)[: 100 + 3 * i], replace(sampling, seed=i, temperature=0.7 * (i % 2)))
+        for i in range(8)
+    ]
+    for collector in collectors:
+        assert collector.last(120).finish_reason == "length"
+    return collectors
+
+
+@pytest.mark.parametrize("swap_bytes", [1 << 30, 0, 700_000])
+def test_preempted_sequences_continue_with_the_same_bits(hybrid, swap_bytes):
+    """With images, without (prompt computed again, tokens replayed), and with room for a few only."""
+    wait_idle(hybrid.engine)
+    engine = hybrid.again(swap_capacity_bytes=swap_bytes)
+    try:
+        crowded = force_preemption(engine, hybrid)
+        wait_idle(engine)
+        stats = engine.stats()
+        assert stats.preemptions_total > 0
+        assert (stats.recomputes_total > 0) == (swap_bytes < 1 << 30)
+        assert stats.compiles_after_ready == 0
+        sampling = replace(GREEDY, max_tokens=220, logprobs=1)
+        for i, collector in enumerate(crowded):
+            alone = send(
+                engine,
+                hybrid.prompt(4)[: 100 + 3 * i],
+                replace(sampling, seed=i, temperature=0.7 * (i % 2)),
+            )
+            alone.last()
+            assert alone.tokens == collector.tokens
+            assert alone.logprobs == collector.logprobs
+    finally:
+        engine.stop()
+
+
+def test_penalties_and_bias_survive_preemption(hybrid):
+    wait_idle(hybrid.engine)
+    sampling = replace(
+        GREEDY,
+        max_tokens=200,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        logit_bias={17: 3.0},
+        logprobs=1,
+    )
+    alone = send(hybrid.engine, hybrid.prompt(4)[:110], sampling)
+    alone.last()
+    wait_idle(hybrid.engine)
+    for swap_bytes in (1 << 30, 0):
+        engine = hybrid.again(swap_capacity_bytes=swap_bytes)
+        try:
+            older = [send(engine, hybrid.prompt(4)[:120], replace(GREEDY, max_tokens=220)) for _ in range(7)]
+            newest = send(engine, hybrid.prompt(4)[:110], sampling)
+            assert newest.last(120).times.preemptions > 0
+            assert newest.tokens == alone.tokens and newest.logprobs == alone.logprobs
+            for collector in older:
+                collector.last(120)
+        finally:
+            engine.stop()
+
+
+def test_cancelling_at_any_moment_leaks_nothing_and_harms_nobody(hybrid):
+    engine = hybrid.engine
+    rng = random.Random(3)
+    for _ in range(12):
+        names = [f"c{rng.random()}" for _ in range(10)]
+        for name in names:
+            prompt = [rng.randrange(500) for _ in range(rng.randrange(1, 300))]
+            send(engine, prompt, replace(GREEDY, max_tokens=150), name)
+        survivor = send(engine, hybrid.prompt(1))
+        for name in rng.sample(names, len(names)):
+            time.sleep(rng.random() * 0.01)
+            engine.cancel(name)
+            engine.cancel(name)
+        survivor.last()
+        assert survivor.tokens == list(hybrid.reference["greedy_1"])
+    wait_idle(engine)
+
+
+def test_a_cancelled_request_hears_nothing_more(hybrid):
+    collector = send(hybrid.engine, hybrid.prompt(1), replace(GREEDY, max_tokens=300), "quiet")
+    while not collector.deltas:
+        time.sleep(0.001)
+    hybrid.engine.cancel("quiet")
+    wait_idle(hybrid.engine)
+    heard = len(collector.deltas)
+    time.sleep(0.05)
+    assert len(collector.deltas) == heard < 300 and not collector.done.is_set()
+
+
+def test_stop_ids_min_tokens_and_ignore_eos(hybrid):
+    greedy = [int(t) for t in hybrid.reference["greedy_2"]]
+    stop = greedy[5]
+    first = greedy.index(stop)
+    collector = send(hybrid.engine, hybrid.prompt(2), replace(GREEDY, stop_token_ids=(stop,)))
+    last = collector.last()
+    assert last.finish_reason == "stop" and last.stop_token_id == stop
+    assert collector.tokens == greedy[: first + 1] and last.usage.completion_tokens == first + 1
+
+    # Masked for the first outputs: the stop token cannot be among them, and is allowed right after.
+    for min_tokens in (1, first + 1, 20):
+        sampling = replace(GREEDY, stop_token_ids=(stop,), min_tokens=min_tokens)
+        collector = send(hybrid.engine, hybrid.prompt(2), sampling)
+        last = collector.last()
+        assert stop not in collector.tokens[:min_tokens]
+        assert len(collector.tokens) >= min(32, min_tokens + (last.finish_reason == "stop"))
+        if min_tokens <= first:
+            assert collector.tokens == greedy[: first + 1] and last.finish_reason == "stop"
+
+    # A strong bias towards a stop token: it comes at the first moment at which it is allowed.
+    for min_tokens in (0, 1, 7):
+        sampling = replace(GREEDY, stop_token_ids=(44,), logit_bias={44: 100.0}, min_tokens=min_tokens)
+        collector = send(hybrid.engine, hybrid.prompt(3), sampling)
+        assert collector.last().stop_token_id == 44 and len(collector.tokens) == min_tokens + 1
+
+    eos = 511
+    biased = replace(GREEDY, logit_bias={eos: 100.0})
+    collector = send(hybrid.engine, hybrid.prompt(3), biased)
+    assert collector.last().finish_reason == "length" and collector.tokens == [eos] * 32
+    collector = send(hybrid.engine, hybrid.prompt(3), replace(biased, ignore_eos=False))
+    assert collector.last().stop_token_id == eos and len(collector.tokens) == 1
+    wait_idle(hybrid.engine)
+
+
+def test_seeds_decide(hybrid):
+    def tokens(seed, neighbours=0):
+        sampling = replace(GREEDY, temperature=1.5, seed=seed, max_tokens=20)
+        others = [send(hybrid.engine, hybrid.prompt(0), sampling) for _ in range(neighbours)]
+        collector = send(hybrid.engine, hybrid.prompt(1), sampling)
+        for other in [*others, collector]:
+            other.last()
+        return collector.tokens
+
+    assert tokens(7) == tokens(7) == tokens(7, neighbours=5)
+    assert tokens(7) != tokens(8)
+    assert tokens(None) != tokens(None)
+
+
+def test_context_end_and_refusals(hybrid):
+    engine = hybrid.engine
+    full = [1] * (engine.max_model_tokens - 3)
+    collector = send(engine, full, replace(GREEDY, max_tokens=100))
+    last = collector.last()
+    assert last.finish_reason == "length" and last.usage.completion_tokens == 3
+    with pytest.raises(PromptTooLong) as error:
+        send(engine, [1] * engine.max_model_tokens)
+    assert error.value.n_context_tokens == 512
+    for bad in ([], [512], [-1]):
+        with pytest.raises(ValueError):
+            send(engine, bad)
+    send(engine, full, name="twice")
+    with pytest.raises(ValueError):
+        send(engine, full, name="twice")
+    engine.cancel("twice")
+    wait_idle(engine)
+
+
+def test_bounded_queue_drain_and_stop(hybrid):
+    wait_idle(hybrid.engine)
+    engine = hybrid.again()
+    sampling = replace(GREEDY, max_tokens=300)
+    collectors = []
+    with pytest.raises(QueueFull):
+        for _ in range(100):
+            collectors.append(send(engine, hybrid.prompt(4), sampling))
+    assert 64 <= len(collectors) < 100
+    assert engine.stats().refused_total == 1
+    assert not engine.drain(0.01)
+    with pytest.raises(EngineStopped):
+        send(engine, hybrid.prompt(0))
+    engine.stop()
+    assert not engine.stats().alive and engine.stats().pages_held == 0
+    ends = [collector.last(1).finish_reason for collector in collectors]
+    assert ends.count("error") >= 64 - 8
+    finished = hybrid.again()
+    collector = send(finished, hybrid.prompt(0))
+    assert finished.drain(30) and collector.last().finish_reason == "length"
+    finished.stop()
+
+
+def test_a_failed_step_turns_red_and_tells_everyone(hybrid, monkeypatch):
+    wait_idle(hybrid.engine)
+    engine = hybrid.again()
+    collectors = [send(engine, hybrid.prompt(1), replace(GREEDY, max_tokens=300)) for _ in range(10)]
+    while not collectors[0].deltas:
+        time.sleep(0.001)
+
+    def broken(output, with_logprobs):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine._steps, "read", broken)
+    for collector in collectors:
+        last = collector.last()
+        assert last.finish_reason == "error" and "device lost" in last.error
+    stats = engine.stats()
+    assert not stats.healthy and "device lost" in stats.failure
+    with pytest.raises(EngineStopped, match="device lost"):
+        send(engine, hybrid.prompt(0))
+    engine.stop()
+
+
+def test_a_receiver_that_fails_loses_its_own_request_only(hybrid):
+    def broken(delta):
+        raise RuntimeError("receiver gone")
+
+    hybrid.engine.submit(GenerationRequest("broken", hybrid.prompt(0), GREEDY), broken)
+    collector = send(hybrid.engine, hybrid.prompt(0))
+    collector.last()
+    assert collector.tokens == list(hybrid.reference["greedy_0"])
+    wait_idle(hybrid.engine)
+
+
+def test_a_compile_on_the_engine_thread_is_counted(hybrid):
+    """The counter does count: a receiver that compiles something is noticed."""
+    wait_idle(hybrid.engine)
+    engine = hybrid.again()
+    heard: queue.Queue = queue.Queue()
+
+    def compiling(delta):
+        if heard.empty():
+            jnp.arange(7 + len(heard.queue)).at[3].set(1).block_until_ready()
+        heard.put(delta)
+
+    engine.submit(GenerationRequest("compiling", hybrid.prompt(0), GREEDY), compiling)
+    assert engine.drain(30)
+    assert engine.stats().compiles_after_ready > 0
+    engine.stop()
+    assert hybrid.engine.stats().compiles_after_ready == 0
+
+
+def test_nothing_grows_with_the_arena(hybrid):
+    """Every program's temporary stays below the arena: no copy of it anywhere."""
+    pages_bytes = hybrid.engine._steps.state.pages_rnw.nbytes
+    for name, program in hybrid.engine._steps._programs.items():
+        analysis = program.memory_analysis()
+        if name not in ("gather_pages", "gather_row"):
+            assert analysis.alias_size_in_bytes >= pages_bytes, name
+        if not name.startswith("prefill"):
+            assert analysis.temp_size_in_bytes < pages_bytes, name
+
+
+def test_options_that_cannot_work():
+    options = EngineOptions(model_dir=shared_path("tiny_models/qwen3"))
+    with pytest.raises(TooFewDevices, match="--mesh tp64"):
+        build_engine(replace(options, mesh_ranks=64))
+    with pytest.raises(ValueError, match="--max-model-len"):
+        build_engine(replace(options, max_model_tokens=10**6))
+
+
+def test_too_little_memory_names_the_flags(hybrid):
+    options = replace(options_for("qwen3_5"), device_memory_bytes=1 << 20)
+    with pytest.raises(DoesNotFit, match="--device-memory"):
+        plan_only(options)
+
+
+def test_default_buckets():
+    assert default_buckets(8) == (1, 2, 4, 8)
+    assert default_buckets(6) == (1, 2, 4, 6)
+    assert default_buckets(32, least=2) == (2, 4, 8, 16, 32)
+    assert default_buckets(1) == (1,) and default_buckets(1, least=2) == (2,)
