@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from model.batch import DecodeBatch, SamplingBatch, TileBatch
 from model.cache_layout import cache_layout
 from model.config import ModelConfig, load_config
-from model.forward import decode, prefill, prompt_logits
+from model.forward import decode, prompt_logits
 from model.loading import load_params
 from model.params import MESH_AXIS, Plan
 from model.state import DeviceState, make_state
@@ -52,15 +52,11 @@ class Driver:
         state, logits = _prompt_logits(self.params, state, tiles, self.static)
         return state, np.asarray(logits)
 
-    def run_prefill(self, state: DeviceState, tiles: TileBatch) -> tuple[DeviceState, Any]:
-        return _prefill(self.params, state, tiles, self.static)
-
     def run_decode(self, state: DeviceState, batch: DecodeBatch) -> tuple[DeviceState, Any]:
         return _decode(self.params, state, batch, self.static)
 
 
 _prompt_logits = partial(jax.jit, static_argnums=3, donate_argnums=1)(prompt_logits)
-_prefill = partial(jax.jit, static_argnums=3, donate_argnums=1)(prefill)
 _decode = partial(jax.jit, static_argnums=3, donate_argnums=1)(decode)
 
 
