@@ -38,7 +38,7 @@ def prompt_logits(
     """As `prefill`, but returns float32 logits [N, T, V] of every position and samples nothing."""
     state, hidden_nth = _run_tiles(params, state, tiles, static, keep_all=True)
     flat = hidden_nth.reshape(-1, hidden_nth.shape[-1])
-    logits = static.replicated(logits_of(flat, _head(params)))
+    logits = _logits(params, flat, static)
     return state, logits.reshape(*hidden_nth.shape[:2], -1)
 
 
@@ -57,7 +57,7 @@ def decode(
         )
 
     x, pages, rows = _layers(params, x, state.pages_rnw, state.rows, mix, static)
-    logits = static.replicated(logits_of(_final_norm(params, x, static), _head(params)))
+    logits = _logits(params, _final_norm(params, x, static), static)
     output = sample(
         logits,
         batch.sampling,
@@ -96,8 +96,10 @@ def set_slot(
     )
 
 
-def _head(params: DecoderWeights) -> jax.Array:
-    return params.embedding if params.head is None else params.head
+def _logits(params: DecoderWeights, hidden_bh: jax.Array, static: Static) -> jax.Array:
+    """Float32 logits [B, V]: each rank those of its part of the vocabulary, then gathered (never the head itself)."""
+    head = params.embedding if params.head is None else params.head
+    return static.replicated(static.constrain(logits_of(hidden_bh, head), None, "vocab"))
 
 
 def _final_norm(params: DecoderWeights, x: jax.Array, static: Static) -> jax.Array:
@@ -118,8 +120,8 @@ def _layers(params, x, pages, rows, mix, static):  # type: ignore[no-untyped-def
             linear_index += 1
         x = static.replicated(x + mixed)
         normed = rms_norm(x, weights.mlp_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
-        fed = mlp.moe(weights.mlp, normed, static) if layer.mlp == "moe" else mlp.dense(weights.mlp, normed)
-        x = static.replicated(x + fed)
+        feed_forward = mlp.moe if layer.mlp == "moe" else mlp.dense
+        x = static.replicated(x + feed_forward(weights.mlp, normed, static))
     return x, pages, tuple(rows)
 
 
@@ -179,7 +181,7 @@ def _first_tokens(
         index = lax.dynamic_slice_in_dim(order, i * HEAD_ROWS, HEAD_ROWS)
         tile = jnp.minimum(index, n_most - 1)
         slots = jnp.where(index < n_most, tiles.slots_n[tile], scratch)
-        logits = static.replicated(logits_of(hidden_nh[tile], _head(params)))
+        logits = _logits(params, hidden_nh[tile], static)
         chosen = sample(
             logits,
             jax.tree.map(lambda leaf: leaf[tile], tiles.sampling),

@@ -82,7 +82,20 @@ def declare_moe(config: ModelConfig, prefix: str) -> MoeWeights:
     )
 
 
-def dense(weights: DenseWeights, x_th: jax.Array) -> jax.Array:
+def dense(weights: DenseWeights, x_th: jax.Array, static: Static) -> jax.Array:
+    split = "mlp" in static.plan.split
+
+    def local(x, weights):  # type: ignore[no-untyped-def]
+        out = _swiglu(weights, x)
+        return lax.psum(out, MESH_AXIS) if split else out
+
+    everywhere = PartitionSpec()
+    specs = DenseWeights(static.plan.spec(None, "mlp"), static.plan.spec(None, "mlp"))
+    return static.on_each_rank(local, (everywhere, specs), everywhere)(x_th, weights)
+
+
+def _swiglu(weights: DenseWeights, x_th: jax.Array) -> jax.Array:
+    """One rank's share: gate and up in one product."""
     both = linear(x_th, weights.gate_up)
     return linear(jax.nn.silu(both[:, 0]) * both[:, 1], weights.down)
 
@@ -100,7 +113,7 @@ def moe(weights: MoeWeights, x_th: jax.Array, static: Static) -> jax.Array:
     def local(x, gate_up, down, ids, weight, shared, shared_gate):  # type: ignore[no-untyped-def]
         out = grouped_matmul.experts_swiglu(x, gate_up, down, ids, weight, backend=static.backend)
         if shared is not None:
-            out = out + shared_gate * dense(shared, x)
+            out = out + shared_gate * _swiglu(shared, x)
         # One sum for routed and shared experts: two that do not depend on each other may meet in
         # different orders on different ranks, and wait for each other for ever.
         return lax.psum(out, MESH_AXIS) if split else out
