@@ -50,6 +50,7 @@ class AnswerEncoder:
 
     chunk_object = ""
     whole_object = ""
+    partial_characters = "replace"
 
     def __init__(self, answer: Answer, token_bytes: TokenBytes):
         self._answer = answer
@@ -172,7 +173,7 @@ class AnswerEncoder:
     def _token_text(self, token_id: int) -> str:
         if self._request.tokens_as_ids:
             return f"token_id:{token_id}"
-        return self._token_bytes.raw(token_id).decode(errors="replace")
+        return self._token_bytes.raw(token_id).decode(errors=self.partial_characters)
 
 
 class ChatEncoder(AnswerEncoder):
@@ -211,6 +212,8 @@ class CompletionEncoder(AnswerEncoder):
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
+    # Here tokens are keys, so those of half characters must differ from each other.
+    partial_characters = "backslashreplace"
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         choices = [
