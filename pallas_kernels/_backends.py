@@ -24,7 +24,9 @@ def choose(kernel: str, backend: str, built: Mapping[str, ModuleType]) -> Module
     if backend == "auto":
         platform = jax.default_backend()
         if platform not in _AUTO:
-            raise ValueError(f"{kernel}: no backend is assigned to platform {platform!r}; name one of {sorted(built)}")
+            raise ValueError(
+                f"{kernel}: no backend is assigned to platform {platform!r}; name one of {sorted(built)}"
+            )
         backend = _AUTO[platform]
     if backend not in built:
         raise ValueError(f"{kernel}: backend {backend!r} is not built; available: {', '.join(sorted(built))}")

@@ -10,10 +10,15 @@ import jax.numpy as jnp
 
 # Raw cache words and the model dtype they are bitcast to. Opaque words, because XLA may rewrite NaN patterns of
 # 16-bit floats that it only moves.
-MODEL_DTYPE_OF_WORD = {jnp.dtype(jnp.uint32): jnp.dtype(jnp.float32), jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16)}
+MODEL_DTYPE_OF_WORD = {
+    jnp.dtype(jnp.uint32): jnp.dtype(jnp.float32),
+    jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16),
+}
 
 
-def axes(kernel: str, arrays: Mapping[str, tuple[jax.Array, str]], sizes: dict[str, int] | None = None) -> dict[str, int]:
+def axes(
+    kernel: str, arrays: Mapping[str, tuple[jax.Array, str]], sizes: dict[str, int] | None = None
+) -> dict[str, int]:
     """Sizes by axis letter of `arrays` (name -> (array, its axis letters)).
 
     `sizes` are letters known beforehand. Raises ValueError where a rank or a size disagrees.

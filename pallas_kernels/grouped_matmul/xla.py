@@ -7,7 +7,9 @@ from jax import lax
 
 def _swiglu(x_th, gate_up_2ih, down_hi):
     """Float32 output of one expert for all rows of x; products take operands in x's dtype."""
-    both = jnp.einsum("th,yih->tyi", x_th, gate_up_2ih, preferred_element_type=jnp.float32, precision="highest")
+    both = jnp.einsum(
+        "th,yih->tyi", x_th, gate_up_2ih, preferred_element_type=jnp.float32, precision="highest"
+    )
     act_ti = (jax.nn.silu(both[:, 0]) * both[:, 1]).astype(x_th.dtype)
     return jnp.einsum("ti,hi->th", act_ti, down_hi, preferred_element_type=jnp.float32, precision="highest")
 

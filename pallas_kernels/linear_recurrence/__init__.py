@@ -55,7 +55,9 @@ def gated_delta_tile(
         },
     )
     _check_heads(kernel, sizes)
-    _checks.floating(kernel, q_tkd=q_tkd, k_tkd=k_tkd, v_thv=v_thv, log_decay_th=log_decay_th, beta_th=beta_th)
+    _checks.floating(
+        kernel, q_tkd=q_tkd, k_tkd=k_tkd, v_thv=v_thv, log_decay_th=log_decay_th, beta_th=beta_th
+    )
     _checks.of_dtype(kernel, jnp.float32, state_hdv=state_hdv)
     return run(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv)
 
@@ -93,7 +95,9 @@ def gated_delta_decode(
         },
     )
     _check_heads(kernel, sizes)
-    _checks.floating(kernel, q_bkd=q_bkd, k_bkd=k_bkd, v_bhv=v_bhv, log_decay_bh=log_decay_bh, beta_bh=beta_bh)
+    _checks.floating(
+        kernel, q_bkd=q_bkd, k_bkd=k_bkd, v_bhv=v_bhv, log_decay_bh=log_decay_bh, beta_bh=beta_bh
+    )
     _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
     _checks.integer(kernel, slots_b=slots_b)
     return run(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b)
@@ -126,7 +130,9 @@ def short_conv_tile(
         {"1": 1},
     )
     if sizes["T"] != sizes["j"] + 1:
-        raise ValueError(f"{kernel}: {sizes['T']} taps need a tail of {sizes['T'] - 1} inputs, got {sizes['j']}")
+        raise ValueError(
+            f"{kernel}: {sizes['T']} taps need a tail of {sizes['T'] - 1} inputs, got {sizes['j']}"
+        )
     _checks.floating(kernel, x_tc=x_tc, tail_jc=tail_jc, weight_cj1=weight_cj1)
     _checks.integer(kernel, valid_tokens=valid_tokens)
     return run(x_tc, tail_jc, weight_cj1, valid_tokens)
@@ -158,7 +164,9 @@ def short_conv_decode(
         {"1": 1},
     )
     if sizes["T"] != sizes["j"] + 1:
-        raise ValueError(f"{kernel}: {sizes['T']} taps need tails of {sizes['T'] - 1} inputs, got {sizes['j']}")
+        raise ValueError(
+            f"{kernel}: {sizes['T']} taps need tails of {sizes['T'] - 1} inputs, got {sizes['j']}"
+        )
     _checks.floating(kernel, x_bc=x_bc, tails_sjc=tails_sjc, weight_cj1=weight_cj1)
     _checks.integer(kernel, slots_b=slots_b)
     return run(x_bc, tails_sjc, weight_cj1, slots_b)

@@ -55,7 +55,9 @@ def _invert_unit_lower(a_xij):
     while size < side:
         n_pairs = side // (2 * size)
         blocks = a_xij.reshape(n_x, 2 * n_pairs, size, 2 * n_pairs, size)
-        a10 = jnp.stack([blocks[:, 2 * i + 1, :, 2 * i] for i in range(n_pairs)], axis=1).reshape(-1, size, size)
+        a10 = jnp.stack([blocks[:, 2 * i + 1, :, 2 * i] for i in range(n_pairs)], axis=1).reshape(
+            -1, size, size
+        )
         pairs = inverse.reshape(-1, 2, size, size)
         t0, t1 = pairs[:, 0], pairs[:, 1]
         corner = -_dot("xij,xjk->xik", t1, _dot("xij,xjk->xik", a10, t0))
@@ -104,7 +106,9 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     p_krnij = _dot("knid,knjd->knij", q_knid, k_knid)[:, None] * decay_krnij
     # What each token writes is u - w S, with S the state at the chunk's start. beta and the decays scale columns
     # of the small inverse instead of rows of the long operands.
-    inverse_krnij = _invert_unit_lower(a_krnij.reshape(-1, c, c)).reshape(a_krnij.shape) * beta_krni[..., None, :]
+    inverse_krnij = (
+        _invert_unit_lower(a_krnij.reshape(-1, c, c)).reshape(a_krnij.shape) * beta_krni[..., None, :]
+    )
     u_krniv = _dot("krnij,krnjv->krniv", inverse_krnij, v_krniv)
     w_krnid = _dot("krnij,knjd->krnid", inverse_krnij * from_start_krni[..., 0][..., None, :], k_knid)
     q_in_krnid = q_knid[:, None] * from_start_krni

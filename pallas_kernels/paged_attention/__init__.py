@@ -20,9 +20,13 @@ __all__ = ["decode", "prefill", "write_tile", "write_tokens"]
 _BUILT = {"reference": reference, "xla": xla}
 
 
-def _check_component(kernel: str, pages_nw: jax.Array, offset_words: int, page_tokens: int, g: int, d: int) -> None:
+def _check_component(
+    kernel: str, pages_nw: jax.Array, offset_words: int, page_tokens: int, g: int, d: int
+) -> None:
     if pages_nw.ndim != 2 or pages_nw.dtype not in _checks.MODEL_DTYPE_OF_WORD:
-        raise ValueError(f"{kernel}: pages_nw must be uint32 or uint16 [n, w], got {pages_nw.dtype} {pages_nw.shape}")
+        raise ValueError(
+            f"{kernel}: pages_nw must be uint32 or uint16 [n, w], got {pages_nw.dtype} {pages_nw.shape}"
+        )
     end_words = offset_words + 2 * g * page_tokens * d
     if offset_words < 0 or end_words > pages_nw.shape[1]:
         raise ValueError(
@@ -47,7 +51,9 @@ def write_tile(
     """
     kernel = "paged_attention.write_tile"
     run = _backends.choose(kernel, backend, _BUILT).write_tile
-    sizes = _checks.axes(kernel, {"k_tgd": (k_tgd, "tgd"), "v_tgd": (v_tgd, "tgd"), "page_ids_p": (page_ids_p, "p")})
+    sizes = _checks.axes(
+        kernel, {"k_tgd": (k_tgd, "tgd"), "v_tgd": (v_tgd, "tgd"), "page_ids_p": (page_ids_p, "p")}
+    )
     _check_component(kernel, pages_nw, offset_words, page_tokens, sizes["g"], sizes["d"])
     _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], k_tgd=k_tgd, v_tgd=v_tgd)
     _checks.integer(kernel, page_ids_p=page_ids_p)
@@ -86,7 +92,13 @@ def write_tokens(
     _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], k_bgd=k_bgd, v_bgd=v_bgd)
     _checks.integer(kernel, page_ids_b=page_ids_b, slots_in_page_b=slots_in_page_b)
     return run(
-        pages_nw, k_bgd, v_bgd, page_ids_b, slots_in_page_b, offset_words=offset_words, page_tokens=page_tokens
+        pages_nw,
+        k_bgd,
+        v_bgd,
+        page_ids_b,
+        slots_in_page_b,
+        offset_words=offset_words,
+        page_tokens=page_tokens,
     )
 
 
@@ -115,15 +127,27 @@ def prefill(
     run = _backends.choose(kernel, backend, _BUILT).prefill
     sizes = _checks.axes(
         kernel,
-        {"q_tgrd": (q_tgrd, "tgrd"), "page_table_p": (page_table_p, "p"), "start_tokens": (jnp.asarray(start_tokens), "")},
+        {
+            "q_tgrd": (q_tgrd, "tgrd"),
+            "page_table_p": (page_table_p, "p"),
+            "start_tokens": (jnp.asarray(start_tokens), ""),
+        },
     )
     _check_component(kernel, pages_nw, offset_words, page_tokens, sizes["g"], sizes["d"])
     _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], q_tgrd=q_tgrd)
     _checks.integer(kernel, page_table_p=page_table_p, start_tokens=start_tokens)
     if sizes["t"] % page_tokens:
-        raise ValueError(f"{kernel}: a tile of {sizes['t']} tokens is not a multiple of page_tokens {page_tokens}")
+        raise ValueError(
+            f"{kernel}: a tile of {sizes['t']} tokens is not a multiple of page_tokens {page_tokens}"
+        )
     return run(
-        q_tgrd, pages_nw, page_table_p, start_tokens, offset_words=offset_words, page_tokens=page_tokens, scale=scale
+        q_tgrd,
+        pages_nw,
+        page_table_p,
+        start_tokens,
+        offset_words=offset_words,
+        page_tokens=page_tokens,
+        scale=scale,
     )
 
 
@@ -159,5 +183,11 @@ def decode(
     _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], q_bgrd=q_bgrd)
     _checks.integer(kernel, page_table_bp=page_table_bp, context_tokens_b=context_tokens_b)
     return run(
-        q_bgrd, pages_nw, page_table_bp, context_tokens_b, offset_words=offset_words, page_tokens=page_tokens, scale=scale
+        q_bgrd,
+        pages_nw,
+        page_table_bp,
+        context_tokens_b,
+        offset_words=offset_words,
+        page_tokens=page_tokens,
+        scale=scale,
     )

@@ -34,7 +34,9 @@ def write_tile(pages_nw, k_tgd, v_tgd, page_ids_p, *, offset_words, page_tokens)
         tokens = slice(p * page_tokens, (p + 1) * page_tokens)
         block = jnp.stack([k_tgd[tokens].swapaxes(0, 1), v_tgd[tokens].swapaxes(0, 1)])
         words = jax.lax.bitcast_convert_type(block, pages_nw.dtype).reshape(-1)
-        pages_nw = pages_nw.at[page_ids_p[p], offset_words : offset_words + 2 * g * page_tokens * d].set(words)
+        pages_nw = pages_nw.at[page_ids_p[p], offset_words : offset_words + 2 * g * page_tokens * d].set(
+            words
+        )
     return pages_nw
 
 
