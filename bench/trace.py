@@ -1,7 +1,9 @@
-"""How much would the cache reuse on a real request trace? Replays it on the real `cache_tiers`, with fake payloads.
+"""How much would the cache reuse on a real request trace? Replays it on the real `cache_tiers`, with fake
+payloads.
 
-Pages and rows are ids, time is the trace's own, a request is one instant: prefill steps of 2,048 tokens reserve
-pages and save rows exactly as the engine does. docs/policy.md has the conditions and the table of results.
+Pages and rows are ids, time is the trace's own, a request is one instant: prefill steps of 2,048 tokens
+reserve pages and save rows exactly as the engine does. docs/policy.md has the conditions and the table of
+results.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class TracedRequest:
 
 
 def read_trace(path: Path, every: int = 1, spacing_s: float = 120.0) -> list[TracedRequest]:
-    """The requests of a trace file by time; of `every` = n, one in n sessions (agentic) or prompts (Mooncake)."""
+    """The requests of a trace file by time; of `every` = n, one in n sessions (agentic) or prompts
+    (Mooncake).
+    """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         records = [json.loads(line) for line in lines]
     read = _agentic if "requests" in records[0] else _mooncake
@@ -202,7 +206,9 @@ def serve(cache: PrefixCache, request: TracedRequest) -> tuple[int, float]:
 def replay(
     requests: Sequence[TracedRequest], cache: PrefixCache, clock: TraceClock, counted_s: tuple[float, float]
 ) -> dict[str, Any]:
-    """Token hit share and first-token times over the requests within `counted_s`, and the cache's counters."""
+    """Token hit share and first-token times over the requests within `counted_s`, and the cache's
+    counters.
+    """
     began_s = time.perf_counter()
     restored_tokens = prompt_tokens = 0
     ttft_s = []

@@ -33,7 +33,6 @@ class IdPool:
         self.completed_step = -1
         self.n_pinned = 0  # ids that a sequence refers to
         self._free: list[int] = list(range(first_id + capacity - 1, first_id - 1, -1))
-        self._is_free = bytearray([1]) * (first_id + capacity)
         self._pins: list[int] = [0] * (first_id + capacity)
         self._fences: deque[tuple[int, list[int]]] = deque()  # (step, ids), steps ascending
         self._n_fenced = 0
@@ -62,20 +61,19 @@ class IdPool:
             return []
         ids = self._free[: -n - 1 : -1]
         del self._free[-n:]
-        pins, is_free = self._pins, self._is_free
+        pins = self._pins
         for an_id in ids:
             pins[an_id] = 1
-            is_free[an_id] = 0
         self.n_pinned += n
         return ids
 
     def share(self, ids: Iterable[int]) -> None:
         """One more sequence reference to each held id."""
-        pins, is_free = self._pins, self._is_free
+        pins = self._pins
         for an_id in ids:
             count = pins[an_id]
             if count == 0:
-                if is_free[an_id] or not self._kept(an_id):
+                if not self._kept(an_id):
                     raise BrokenLaw(f"{self.name} {an_id} is shared but not held")
                 self.n_pinned += 1
             pins[an_id] = count + 1
@@ -123,32 +121,7 @@ class IdPool:
         self._fences.insert(position, (last_step, ids))
 
     def _to_free(self, ids: list[int]) -> None:
-        for an_id in ids:
-            self._is_free[an_id] = 1
         self._free.extend(reversed(ids))
-
-    def law_conserved(self) -> None:
-        """free + held + fenced = capacity, recounted; nothing negative, no id in two places."""
-        ids = range(self.first_id, self.first_id + self.capacity)
-        fenced = [an_id for _, some in self._fences for an_id in some]
-        held = [an_id for an_id in ids if self._pins[an_id] or self._kept(an_id)]
-        seen = [*self._free, *held, *fenced]
-        if len(seen) != self.capacity or set(seen) != set(ids):
-            raise BrokenLaw(f"{self.name}s: an id is lost, in two places or outside the pool")
-        if self.n_held != len(held) or self.n_fenced != len(fenced) or min(self._pins) < 0:
-            raise BrokenLaw(f"{self.name}s: the counts are not those of the ids")
-        if self.n_pinned != sum(1 for an_id in ids if self._pins[an_id]):
-            raise BrokenLaw(f"{self.name}s: {self.n_pinned} pinned, but the ids say otherwise")
-        if any(not self._is_free[an_id] for an_id in self._free) or any(
-            self._is_free[i] for i in held + fenced
-        ):
-            raise BrokenLaw(f"{self.name}s: a free mark is wrong")
-
-    def law_idle(self) -> None:
-        """At idle no sequence holds anything and nothing is fenced."""
-        self.law_conserved()
-        if self.n_pinned or self.n_fenced:
-            raise BrokenLaw(f"{self.name}s at idle: {self.n_pinned} pinned, {self.n_fenced} fenced")
 
 
 class PageArena(IdPool):
@@ -170,6 +143,11 @@ class PageArena(IdPool):
     def n_evictable(self) -> int:
         """Pages that only nodes hold."""
         return self.n_held - self.n_pinned
+
+    @property
+    def n_available(self) -> int:
+        """Pages that can be had, now or when fences fall, by evicting all that nobody uses."""
+        return self.capacity - self.n_pinned
 
     def allocate(self, n: int, use: str = ENTRIES) -> list[int] | None:
         ids = super().allocate(n)
@@ -251,3 +229,41 @@ class PageArena(IdPool):
             for an_id in unpinned:
                 if nodes[an_id]:
                     self._busy_until[an_id] = max(last_step, self._busy_until.get(an_id, -1))
+
+
+def page_pool(n_pages: int) -> PageArena:
+    """The pool of an arena of n_pages, of which page 0 is the scratch page."""
+    return PageArena(n_pages)
+
+
+def slot_pool(n_slots: int) -> IdPool:
+    """The pool of n_slots active rows, of which the last is the scratch row."""
+    return IdPool("slot", 0, n_slots - 1)
+
+
+def law_conserved(pool: IdPool) -> None:
+    """free + held + fenced = capacity, and nothing negative. By the counts: for every step."""
+    counts = (pool.n_free, pool.n_held, pool.n_fenced, pool.n_pinned)
+    if min(counts) < 0 or pool.n_pinned > pool.n_held:
+        raise BrokenLaw(f"{pool.name}s: free, held, fenced, pinned = {counts}, capacity {pool.capacity}")
+
+
+def law_distinct(pool: IdPool) -> None:
+    """Every id of the pool is in one place, once, and the counts are theirs. Walks the whole pool."""
+    law_conserved(pool)
+    ids = range(pool.first_id, pool.first_id + pool.capacity)
+    fenced = [an_id for _, some in pool._fences for an_id in some]
+    held = [an_id for an_id in ids if pool._pins[an_id] or pool._kept(an_id)]
+    if sorted([*pool._free, *held, *fenced]) != list(ids):
+        raise BrokenLaw(f"{pool.name}s: an id is in two places, in none, or outside the pool")
+    if pool.n_held != len(held) or pool.n_fenced != len(fenced) or min(pool._pins) < 0:
+        raise BrokenLaw(f"{pool.name}s: the counts are not those of the ids")
+    if pool.n_pinned != sum(1 for an_id in ids if pool._pins[an_id]):
+        raise BrokenLaw(f"{pool.name}s: {pool.n_pinned} pinned, but the ids say otherwise")
+
+
+def law_idle(pool: IdPool) -> None:
+    """At idle no sequence holds anything and nothing is fenced; what nodes hold stays."""
+    law_conserved(pool)
+    if pool.n_pinned or pool.n_fenced:
+        raise BrokenLaw(f"{pool.name}s at idle: {pool.n_pinned} held by sequences, {pool.n_fenced} fenced")

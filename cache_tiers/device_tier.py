@@ -50,6 +50,12 @@ class DeviceTier:
         self.index.ghosts.pop(node.digest, None)
         self.changed(node)
 
+    def drop_row(self, node: Node) -> None:
+        """Gives up the row, keeping the checkpoint: a better one follows."""
+        if node.checkpoint is not None:
+            self.arena.drop(node.checkpoint.rows[DEVICE] or ())
+            node.checkpoint.rows[DEVICE] = None
+
     def changed(self, node: Node) -> None:
         """Its checkpoint was used, or its marks changed."""
         checkpoint = node.checkpoint
@@ -98,12 +104,9 @@ class DeviceTier:
     def evict(self, node: Node, cause: str, now_s: float) -> None:
         """Drops the checkpoint from the device, with the pages that nothing needs any more."""
         checkpoint = node.checkpoint
-        assert checkpoint is not None
-        row_ids = checkpoint.rows[DEVICE]
-        assert row_ids is not None
+        assert checkpoint is not None and checkpoint.rows[DEVICE] is not None
         self.policy.remove(node)
-        self.arena.drop(row_ids)
-        checkpoint.rows[DEVICE] = None
+        self.drop_row(node)
         self.counters.evicted(TIERS[DEVICE], cause)
         self.index.remember(node, Ghost(now_s, TIERS[DEVICE], cause))
         if all(row is None for row in checkpoint.rows):

@@ -6,7 +6,8 @@ idle, on the engine thread; they only read, and take time in proportion to all p
 
 from __future__ import annotations
 
-from cache_tiers.arena import ROWS, BrokenLaw
+from cache_tiers import arena
+from cache_tiers.arena import ROWS, BrokenLaw, law_distinct
 from cache_tiers.index import DEVICE
 from cache_tiers.planning import OPEN
 from cache_tiers.prefix_cache import PrefixCache
@@ -20,7 +21,7 @@ def check(cache: PrefixCache) -> None:
 
 def law_pages_conserved(cache: PrefixCache) -> None:
     """free + held + fenced = capacity, and the nodes' references are exactly those the arena counts."""
-    cache.arena.law_conserved()
+    law_distinct(cache.arena)
     counted = [0] * (cache.arena.capacity + 1)
     n_row_pages = 0
     for node in cache.index.nodes.values():
@@ -72,12 +73,11 @@ def law_rows_at_ends(cache: PrefixCache) -> None:
 
 def law_pinned_is_no_victim(cache: PrefixCache) -> None:
     """What open and running plans, and unpublished rows, refer to is held."""
-    arena = cache.arena
     pinned = {page_id for plan in cache.plans.values() if plan.state is OPEN for page_id in plan.page_ids}
     pinned.update(page_id for plan in cache.plans.values() for page_id in plan.row_page_ids)
     pinned |= cache.unpublished_row_ids
     for page_id in pinned:
-        if not arena.is_pinned(page_id):
+        if not cache.arena.is_pinned(page_id):
             raise BrokenLaw(f"page {page_id} is in use and not pinned")
 
 
@@ -134,7 +134,7 @@ def law_one_cause(cache: PrefixCache) -> None:
 def law_idle(cache: PrefixCache) -> None:
     """At idle nothing is pinned, fenced, planned, pending or unpublished."""
     check(cache)
-    cache.arena.law_idle()
+    arena.law_idle(cache.arena)
     if cache.plans or cache.index.pending or cache.unpublished_row_ids:
         raise BrokenLaw(
             f"at idle: {len(cache.plans)} plans, {len(cache.index.pending)} pending steps, "

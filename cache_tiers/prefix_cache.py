@@ -36,49 +36,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cache_tiers import planning
+from cache_tiers import inspection, planning
 from cache_tiers.arena import ENTRIES, ROWS, PageArena
-from cache_tiers.checkpoints import SPARE, TERMINAL, Wanted, last_grid_position, wanted_checkpoints
+from cache_tiers.checkpoints import TERMINAL, Wanted, last_grid_position, wanted_checkpoints
+from cache_tiers.config import CacheConfig
 from cache_tiers.costs import CostModel
 from cache_tiers.counters import CacheCounters
 from cache_tiers.device_tier import DeviceTier
 from cache_tiers.identity import Identity
-from cache_tiers.index import DEVICE, TIERS, Checkpoint, Index, Node, Path
+from cache_tiers.index import DEVICE, TIERS, Index, Path
 from cache_tiers.planning import CLOSED, OPEN, RUNNING, Plan
 from cache_tiers.policy import make_policy
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """What is fixed for the life of a cache. `row_bytes` 0: a model without rows."""
-
-    grid_tokens: int
-    page_tokens: int
-    page_bytes: int
-    row_bytes: int
-    policy: str = "recency"
-    enabled: bool = True  # off: lookups find nothing, nothing is published; pages are still accounted here
-    reuse_generated: bool = False
-    spare_tokens: int = 2048
-    explain_foreign: bool = (
-        True  # may a receipt say that another salt or identity has the prompt's beginning?
-    )
-
-    def __post_init__(self) -> None:
-        if self.grid_tokens <= 0 or self.grid_tokens % self.page_tokens:
-            raise ValueError(
-                f"grid_tokens {self.grid_tokens} is no positive multiple of page_tokens {self.page_tokens}"
-            )
-
-    @property
-    def row_pages(self) -> int:
-        """Pages that one packed row takes."""
-        return -(-self.row_bytes // self.page_bytes)
+from cache_tiers.publishing import Publisher
 
 
 class PrefixCache:
@@ -103,6 +76,7 @@ class PrefixCache:
         pages_per_node = config.grid_tokens // config.page_tokens
         policy = make_policy(config.policy, DEVICE, config.row_pages, pages_per_node)
         self.device = DeviceTier(arena, self.index, policy, self.counters, config.row_pages)
+        self._publisher = Publisher(config, self.index, self.device, self.counters, clock)
         self.plans: dict[int, Plan] = {}  # open and running ones, by id()
         self.unpublished_row_ids: set[int] = set()
         self._clock = clock
@@ -233,91 +207,11 @@ class PrefixCache:
         Raises ValueError where end_tokens is no grid position of the plan's tokens or the pages do not
         cover it.
         """
-        grid, per_node = self.config.grid_tokens, self.config.grid_tokens // self.config.page_tokens
-        n_steps, rest = divmod(end_tokens, grid)
-        if rest or not 0 < n_steps <= len(plan.path.digests) or len(page_ids) < n_steps * per_node:
-            raise ValueError(
-                f"{end_tokens} is no position on the grid of {grid} that {len(page_ids)} pages cover"
-            )
-        if len(row_page_ids) != self.config.row_pages:
-            raise ValueError(f"a row is {self.config.row_pages} pages, not {len(row_page_ids)}")
         assert plan.state is RUNNING, "only a running plan publishes"
-        decoded = decoded or plan.chosen.decoded
-        if not self.config.enabled or (decoded and not self.config.reuse_generated):
-            outcome = "off"
-        elif not self.index.extend(plan.path, n_steps):
-            outcome = "collision"
-            self._trim(plan.path)
-        else:
-            outcome = self._attach(plan, n_steps, page_ids, tuple(row_page_ids), decoded)
-        if outcome in ("published", "refilled"):
-            plan.published.append(end_tokens)
-        else:
-            self.counters.skipped(outcome)
-        self._clear_pending(plan, n_steps)
+        outcome = self._publisher.publish(plan, end_tokens, page_ids, tuple(row_page_ids), decoded)
+        self._clear_pending(plan, end_tokens // self.config.grid_tokens)
         self.release(row_page_ids)
         return outcome
-
-    def _attach(
-        self, plan: Plan, n_steps: int, page_ids: Sequence[int], row_ids: tuple[int, ...], decoded: bool
-    ) -> str:
-        """Hangs pages and rows on the nodes of the path, which exist."""
-        per_node = self.config.grid_tokens // self.config.page_tokens
-        nodes = plan.path.nodes[:n_steps]
-        kinds = {wanted.end_tokens: wanted.kind for wanted in plan.wanted}
-        first = n_steps
-        while first > 0 and (nodes[first - 1].pages[DEVICE] is None or nodes[first - 1].decoded):
-            first -= 1
-        outcome = "duplicate"
-        for step in range(first, n_steps):
-            node = nodes[step]
-            ids = tuple(page_ids[step * per_node : (step + 1) * per_node])
-            above_decoded = step > 0 and nodes[step - 1].decoded
-            if node.pages[DEVICE] is None:
-                self.device.put_pages(node, ids)
-                node.decoded = decoded or above_decoded
-            elif node.decoded and not decoded and not above_decoded:
-                self.device.replace_pages(node, ids)
-                node.decoded = False
-            if not row_ids and step < n_steps - 1:  # a model without rows: every node is a checkpoint
-                self._save_row(plan, node, (), kinds.get(node.end_tokens, "grid"), decoded)
-        kind = kinds.get(n_steps * self.config.grid_tokens, "extra")
-        outcome = self._save_row(plan, nodes[-1], row_ids, kind, decoded)
-        if self.config.row_pages and outcome != "duplicate":
-            self._supersede(plan, nodes[-1])
-        return outcome
-
-    def _save_row(self, plan: Plan, node: Node, row_ids: tuple[int, ...], kind: str, decoded: bool) -> str:
-        old = node.checkpoint
-        if old is not None and old.rows[DEVICE] is not None:
-            if not old.decoded or decoded:
-                if kind == "junction":
-                    old.junction, old.superseded = True, False
-                    self.device.changed(node)
-                return "duplicate"
-            self.arena.drop(old.rows[DEVICE] or ())
-        checkpoint = old or Checkpoint(kind, plan.request_id, self._clock(), decoded)
-        checkpoint.decoded = decoded or node.decoded
-        checkpoint.junction |= kind == "junction"
-        checkpoint.superseded = kind == SPARE
-        self.device.put_row(node, checkpoint, row_ids)
-        self.counters.publishes[kind] += 1
-        if node.compacted:
-            self.counters.refills += 1
-            node.compacted = False
-            return "refilled"
-        return "published"
-
-    def _supersede(self, plan: Plan, node: Node) -> None:
-        """Older rows on the way here are superseded, except this request's own and junctions."""
-        above = node.parent
-        while above is not None and above.parent is not None:
-            checkpoint = above.checkpoint
-            protected = checkpoint is None or checkpoint.superseded or checkpoint.junction
-            if checkpoint is not None and not protected and checkpoint.publisher != plan.request_id:
-                checkpoint.superseded = True
-                self.device.changed(above)
-            above = above.parent
 
     # ---- administration
 
@@ -341,49 +235,13 @@ class PrefixCache:
 
     def summary(self) -> dict[str, Any]:
         """Counts for GET /admin/cache."""
-        page_bytes, now_s = self.config.page_bytes, self._clock()
-        checkpoints = [node.checkpoint for node in self.index.nodes.values() if node.checkpoint]
-        return {
-            "grid_tokens": self.config.grid_tokens,
-            "min_reusable_tokens": self.config.grid_tokens + 1,
-            "policy": self.config.policy,
-            "pages": self.arena.pages_by_use(),
-            "page_bytes": page_bytes,
-            "nodes": len(self.index.nodes),
-            "checkpoints": len(checkpoints),
-            "superseded": sum(checkpoint.superseded for checkpoint in checkpoints),
-            "junctions": sum(checkpoint.junction for checkpoint in checkpoints),
-            "oldest_use_s": max((now_s - checkpoint.last_use_s for checkpoint in checkpoints), default=None),
-            "pending_steps": len(self.index.pending),
-            "remembered_evictions": len(self.index.ghosts),
-        }
+        return inspection.summary(self.config, self.arena, self.index, self._clock())
 
     def tree(self, tokens: np.ndarray | Sequence[int], *, salt: str | None = None) -> list[dict[str, Any]]:
         """The known nodes of one prefix, from the root on, for GET /admin/cache."""
         n_steps = len(tokens) // self.config.grid_tokens
         path = self.index.path(self._root_digest(salt), tokens, n_steps)
-        return [self._describe(node) for node in path.nodes]
-
-    def _describe(self, node: Node) -> dict[str, Any]:
-        checkpoint = node.checkpoint
-        described: dict[str, Any] = {
-            "end_tokens": node.end_tokens,
-            "digest": node.digest.hex(),
-            "pages_in": [TIERS[tier] for tier, pages in enumerate(node.pages) if pages is not None],
-            "children": len(node.children),
-            "origin": "decoded" if node.decoded else "prefilled",
-            "row": None,
-        }
-        if checkpoint is not None:
-            described["row"] = {
-                "in": [TIERS[tier] for tier, row in enumerate(checkpoint.rows) if row is not None],
-                "kind": checkpoint.kind,
-                "superseded": checkpoint.superseded,
-                "junction": checkpoint.junction,
-                "uses": checkpoint.n_uses,
-                "last_use_ago_s": self._clock() - checkpoint.last_use_s,
-            }
-        return described
+        return [inspection.describe(node, self._clock()) for node in path.nodes]
 
     # ---- inside
 
@@ -501,11 +359,3 @@ class PrefixCache:
         plan.path.nodes.clear()  # a closed plan keeps no node alive
         plan.node = None
         del self.plans[id(plan)]
-
-    def _trim(self, path: Path) -> None:
-        """After a collision: nodes that were made for it and hold nothing go again, from the deepest up."""
-        for node in reversed(path.nodes):
-            if node.children or node.is_resident:
-                break
-            self.index.remove(node)
-            path.nodes.pop()
