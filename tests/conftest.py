@@ -31,20 +31,3 @@ def pytest_configure(config: pytest.Config) -> None:
 def repository() -> Path:
     """The root folder of the checkout under test."""
     return REPOSITORY
-
-
-@pytest.fixture(scope="session", params=[1, 2, 4, 8], ids=lambda ranks: f"tp{ranks}")
-def tp_mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
-    """A mesh of 1, 2, 4 and 8 devices over the axis "tp", one after the other."""
-    return make_tp_mesh(request.param)
-
-
-@pytest.fixture(scope="session")
-def tp1_mesh() -> jax.sharding.Mesh:
-    """The mesh of one device."""
-    return make_tp_mesh(1)
-
-
-def make_tp_mesh(ranks: int) -> jax.sharding.Mesh:
-    """The first `ranks` devices as a mesh over the axis "tp"."""
-    return jax.make_mesh((ranks,), ("tp",), devices=jax.devices()[:ranks])

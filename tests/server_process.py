@@ -31,7 +31,7 @@ class ServerProcess:
 
 @contextmanager
 def running_server(
-    *flags: str, command: Sequence[str] = (), ready_s: float = 150.0
+    *flags: str, command: Sequence[str] = (), ready_s: float = 500.0
 ) -> Iterator[ServerProcess]:
     """Starts `serve.py FLAGS` on a free port, waits until it is ready, and ends it with the block.
 

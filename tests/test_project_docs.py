@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from model.checkpoint import convert
 from tests.server_process import REPOSITORY, ServerProcess, running_server
 from tests.shared import shared_path
+
+# Nothing is compiled yet on a fresh clone, and the machine may have other work.
+pytestmark = pytest.mark.timeout(600)
 
 # First words of documented commands -> the file that runs that command, in the tests or in CI.
 COVERED_ELSEWHERE = {
@@ -52,8 +56,10 @@ def blocks() -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    model = shared_path("tiny_models/qwen3_5")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Serves a small model from an Orbax checkpoint: the form that the other servers of the tests do not use."""
+    model = tmp_path_factory.mktemp("orbax") / "model"
+    convert(shared_path("tiny_models/qwen3_5"), model)
     with running_server(
         *("--model", str(model), "--max-model-len", "512", "--device-memory", "64MiB"),
         *("--max-concurrency", "2", "--prefill-tokens", "256"),

@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,21 @@ def test_make_serve_on_a_fresh_clone(repository: Path, tmp_path: Path) -> None:
         assert "\ndata: {" in answer and answer.rstrip().endswith("data: [DONE]")
         assert server.interrupt() in (0, 2, 130)
     shutil.rmtree(clone)
+
+
+def test_what_is_installed(repository: Path, tmp_path: Path) -> None:
+    """Our packages, serve.py and the bundled model; no tests."""
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
+    subprocess.run(["git", "clone", "--quiet", str(repository), str(tmp_path / "clone")], check=True)
+    subprocess.run([*build, str(tmp_path / "clone")], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    packages = {"model", "pallas_kernels", "runtime", "cache_tiers", "qualify", "bench"}
+    assert tops == packages | {"serve.py"}
+    demo = {p.name for p in (repository / "model" / "demo").glob("*")}
+    assert {name.removeprefix("model/demo/") for name in names if name.startswith("model/demo/")} == demo
 
 
 def test_the_fetched_model_knows_the_capital_of_france(tmp_path: Path) -> None:
