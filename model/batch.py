@@ -2,8 +2,9 @@
 
 Axis letters, used by every array name in the project:
   n tiles of a prefill step   b sequences of a decode step   t tokens of a tile   p entries of a page table
-  s slots (active rows)       r ranks, or query heads of a kv head   g kv-head groups   h hidden, heads   v vocabulary
-  w words of a page           k chosen (experts, top tokens)         c channels         j taps of a convolution
+  s slots (active rows)       r ranks, or query heads of a kv head   g kv-head groups   h hidden, heads
+  v vocabulary                q pages of a saved row
+  w words of a page           k chosen (experts, top tokens)          c channels         j taps of a convolution
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class TileBatch:
 
     A tile starts at a multiple of T (start_tokens_n); its tokens beyond valid_tokens_n are padding. A tile that
     holds the prompt's last token (finishes_n) samples the first new token. page_table_np lists the sequence's
-    pages from its beginning, those of the tile included; unused entries are page 0.
+    pages from its beginning, those of the tile included; unused entries are page 0. After a tile with saves_n the
+    sequence's row is saved into the pages row_page_ids_nq [N, row pages]: a checkpoint at the tile's end.
     """
 
     n_tiles: jax.Array
@@ -50,6 +52,8 @@ class TileBatch:
     valid_tokens_n: jax.Array
     finishes_n: jax.Array
     page_table_np: jax.Array
+    saves_n: jax.Array
+    row_page_ids_nq: jax.Array
     sampling: SamplingBatch
 
 

@@ -44,7 +44,11 @@ class CacheLayout:
     page_tokens: int
     entry_dtype: str
     components: tuple[Component, ...]
+    """Of the attention layers in order, then of the MTP layers."""
     row_parts: tuple[tuple[RowPart, ...], ...]
+    """Of the linear layers in order."""
+    hidden: RowPart | None
+    """The trunk's last hidden state, which the next MTP entry needs; None without an MTP layer."""
     row_bytes: int
     """Bytes of one row on one rank."""
 
@@ -61,6 +65,11 @@ class CacheLayout:
     def page_bytes(self) -> int:
         return self.page_words * self.word_dtype.itemsize
 
+    @property
+    def row_pages(self) -> int:
+        """Pages that a saved row takes; 0 where a model has no rows."""
+        return -(-self.row_bytes // self.page_bytes)
+
 
 def cache_layout(
     config: ModelConfig, plan: Plan, dtype: jnp.dtype, *, page_tokens: int = PAGE_TOKENS
@@ -68,7 +77,7 @@ def cache_layout(
     """The layout of `config` under `plan`; `dtype` is that of activations and entries."""
     groups = plan.local("heads", plan.n_groups)
     shape = (2, groups, page_tokens, config.attention.head_dim)
-    n_paged = sum(layer.mixer == "attention" for layer in config.layers)
+    n_paged = sum(layer.mixer == "attention" for layer in config.layers) + config.mtp_layers
     components = tuple(Component(i * prod(shape), shape) for i in range(n_paged))
     parts: list[tuple[RowPart, ...]] = []
     if (delta := config.gated_delta) is not None:
@@ -86,8 +95,11 @@ def cache_layout(
             float32=True,
         )
         parts = [(conv, state) for layer in config.layers if layer.mixer == "gated_delta"]
+    hidden = RowPart("hidden", (config.hidden_size,), (None,), float32=False) if config.mtp_layers else None
     row_bytes = sum(_bytes_per_rank(part, plan, dtype) for layer in parts for part in layer)
-    return CacheLayout(plan.ranks, page_tokens, dtype.name, components, tuple(parts), row_bytes)
+    if hidden:
+        row_bytes += _bytes_per_rank(hidden, plan, dtype)
+    return CacheLayout(plan.ranks, page_tokens, dtype.name, components, tuple(parts), hidden, row_bytes)
 
 
 def _bytes_per_rank(part: RowPart, plan: Plan, dtype: jnp.dtype) -> int:

@@ -16,6 +16,8 @@ from model.batch import TOP_LOGPROBS, DecodeBatch, StepOutput, TileBatch
 from model.decoder import DecoderWeights, LayerWeights
 from model.layers import attention, gated_delta, mlp
 from model.layers.linear import embed, logits_of, rms_norm
+from model.mtp import mtp_input
+from model.rows import save_row
 from model.sampling import remember, sample
 from model.state import DeviceState, LinearRow, SamplerState
 from model.static import Static
@@ -46,7 +48,7 @@ def decode(
     params: DecoderWeights, state: DeviceState, batch: DecodeBatch, static: Static
 ) -> tuple[DeviceState, StepOutput]:
     """Feeds each sequence its slot's last token and samples the next, which becomes the slot's last token."""
-    x = embed(params.embedding, state.last_token_s[batch.slots_b], static.plan, static.mesh)
+    embedded = embed(params.embedding, state.last_token_s[batch.slots_b], static.plan, static.mesh)
     rotation = attention.rotations(static.config, batch.position_b)
 
     def mix(weights: LayerWeights, normed: jax.Array, pages: jax.Array, place: Any) -> tuple[jax.Array, Any]:
@@ -56,8 +58,16 @@ def decode(
             weights.mixer, normed, pages, batch.page_table_bp, batch.position_b, rotation, place, static
         )
 
-    x, pages, rows = _layers(params, x, state.pages_rnw, state.rows, mix, static)
-    logits = _logits(params, _final_norm(params, x, static), static)
+    hidden, pages, rows = _layers(params, embedded, state.pages_rnw, state.rows, mix, static)
+    hidden = _final_norm(params, hidden, static)
+    last_hidden = state.hidden_sh
+    if last_hidden is not None:
+        before = last_hidden[batch.slots_b]
+        pages = _write_mtp(
+            params, embedded, before, pages, batch.page_table_bp, batch.position_b, rotation, static
+        )
+        last_hidden = last_hidden.at[batch.slots_b].set(hidden)
+    logits = _logits(params, hidden, static)
     output = sample(
         logits,
         batch.sampling,
@@ -69,6 +79,7 @@ def decode(
     return DeviceState(
         pages_rnw=pages,
         rows=rows,
+        hidden_sh=last_hidden,
         last_token_s=state.last_token_s.at[batch.slots_b].set(output.token_ids_b),
         sampler=remember(state.sampler, batch.slots_b, output.token_ids_b),
     ), output
@@ -84,9 +95,13 @@ def set_slot(
 ) -> DeviceState:
     """Makes a slot ready for a new sequence: an empty row, and its sampler's state."""
     sampler = state.sampler
+    rows, hidden = jax.tree.map(
+        lambda leaf: leaf.at[slot].set(jnp.zeros((), leaf.dtype)), (state.rows, state.hidden_sh)
+    )
     return DeviceState(
         pages_rnw=state.pages_rnw,
-        rows=jax.tree.map(lambda leaf: leaf.at[slot].set(jnp.zeros((), leaf.dtype)), state.rows),
+        rows=rows,
+        hidden_sh=hidden,
         last_token_s=state.last_token_s.at[slot].set(last_token),
         sampler=SamplerState(
             bias_sv=sampler.bias_sv.at[slot].set(bias_v),
@@ -125,19 +140,29 @@ def _layers(params, x, pages, rows, mix, static):  # type: ignore[no-untyped-def
     return x, pages, tuple(rows)
 
 
+def _write_mtp(params, embedded, before, pages, page_table, position, rotation, static):  # type: ignore[no-untyped-def]
+    """The MTP layer's entries of tokens whose predecessors' final hidden states are `before`."""
+    read = mtp_input(params.mtp, embedded, before, static)
+    component = static.layout.components[-static.config.mtp_layers]
+    return attention.write_entries(
+        params.mtp.layers[0].mixer, read, pages, page_table, position, rotation, component, static
+    )
+
+
 def _run_tiles(
     params: DecoderWeights, state: DeviceState, tiles: TileBatch, static: Static, *, keep_all: bool
 ) -> tuple[DeviceState, jax.Array]:
     """The tile loop. Final hidden states: [N, T, H] if keep_all, else of each tile's last valid token, [N, 1, H]."""
     n_most, tile_tokens = tiles.token_ids_nt.shape
-    hidden = jnp.zeros(
+    kept = jnp.zeros(
         (n_most, tile_tokens if keep_all else 1, static.config.hidden_size), params.embedding.dtype
     )
 
     def body(i: jax.Array, carry: Any) -> Any:
-        pages, rows, hidden = carry
+        pages, rows, last_hidden, kept = carry
         slot, start, valid = tiles.slots_n[i], tiles.start_tokens_n[i], tiles.valid_tokens_n[i]
-        x = embed(params.embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
+        table = tiles.page_table_np[i]
+        embedded = embed(params.embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
         rotation = attention.rotations(static.config, start + jnp.arange(tile_tokens, dtype=jnp.int32))
 
         def mix(
@@ -145,17 +170,23 @@ def _run_tiles(
         ) -> tuple[jax.Array, Any]:
             if isinstance(place, LinearRow):
                 return gated_delta.mix_tile(weights.mixer, normed, place, slot, valid, static)
-            return attention.attend_tile(
-                weights.mixer, normed, pages, tiles.page_table_np[i], start, rotation, place, static
-            )
+            return attention.attend_tile(weights.mixer, normed, pages, table, start, rotation, place, static)
 
-        x, pages, rows = _layers(params, x, pages, rows, mix, static)
-        kept = x if keep_all else lax.dynamic_slice_in_dim(x, valid - 1, 1)
-        kept = _final_norm(params, kept, static)
-        return pages, rows, lax.dynamic_update_index_in_dim(hidden, kept, i, 0)
+        hidden, pages, rows = _layers(params, embedded, pages, rows, mix, static)
+        hidden = _final_norm(params, hidden, static)
+        last = lax.dynamic_slice_in_dim(hidden, valid - 1, 1)
+        if last_hidden is not None:
+            before = jnp.concatenate([lax.dynamic_slice_in_dim(last_hidden, slot, 1), hidden[:-1]])
+            pages = _write_mtp(params, embedded, before, pages, table, start, rotation, static)
+            last_hidden = lax.dynamic_update_slice_in_dim(last_hidden, last, slot, 0)
+        pages = save_row(pages, (rows, last_hidden), slot, tiles.row_page_ids_nq[i], tiles.saves_n[i], static)
+        kept = lax.dynamic_update_index_in_dim(kept, hidden if keep_all else last, i, 0)
+        return pages, rows, last_hidden, kept
 
-    pages, rows, hidden = lax.fori_loop(0, tiles.n_tiles, body, (state.pages_rnw, state.rows, hidden))
-    return state.replace(pages_rnw=pages, rows=rows), hidden
+    pages, rows, last_hidden, kept = lax.fori_loop(
+        0, tiles.n_tiles, body, (state.pages_rnw, state.rows, state.hidden_sh, kept)
+    )
+    return state.replace(pages_rnw=pages, rows=rows, hidden_sh=last_hidden), kept
 
 
 def _first_tokens(

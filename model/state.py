@@ -37,10 +37,12 @@ class SamplerState:
 @struct.dataclass
 class DeviceState:
     """pages_rnw: words [ranks, pages, words of a page], split over the ranks. rows: one per linear layer.
+    hidden_sh: the trunk's last final-norm state, None without an MTP layer.
     last_token_s int32: what the next decode step is fed."""
 
     pages_rnw: jax.Array
     rows: tuple[LinearRow, ...]
+    hidden_sh: jax.Array | None
     last_token_s: jax.Array
     sampler: SamplerState
 
@@ -75,6 +77,7 @@ def abstract_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
             sharding=NamedSharding(mesh, PartitionSpec(MESH_AXIS)),
         ),
         rows=rows,
+        hidden_sh=replicated((n_slots, *layout.hidden.shape), dtype) if layout.hidden else None,
         last_token_s=replicated((n_slots,), jnp.int32),
         sampler=SamplerState(
             bias_sv=replicated((n_slots, vocab), jnp.float32),

@@ -17,7 +17,9 @@ from runtime.step_plan import DecodeCall, PrefillCall
 MASKED_BIAS = -1e30  # added to a logit that must not be chosen; finite, so no arithmetic makes a NaN of it
 
 
-def build_tiles(call: PrefillCall, n_most: int, table_pages: int, scratch_slot: int) -> TileBatch:
+def build_tiles(
+    call: PrefillCall, n_most: int, table_pages: int, scratch_slot: int, row_pages: int
+) -> TileBatch:
     """Tiles [n_most, T]; entries beyond the call's own are padding on the scratch slot and page 0."""
     tiles = call.tiles
     token_ids = np.zeros((n_most, call.tile_tokens), np.int32)
@@ -34,7 +36,7 @@ def build_tiles(call: PrefillCall, n_most: int, table_pages: int, scratch_slot: 
         starts[i] = start
         valid[i] = tile.valid_tokens
         finishes[i] = tile.finishes
-        table[i, : len(sequence.page_ids)] = sequence.page_ids
+        table[i, : len(sequence.page_ids)] = np.frombuffer(sequence.page_ids, np.int32)
     return TileBatch(
         n_tiles=np.int32(len(tiles)),
         token_ids_nt=token_ids,
@@ -43,12 +45,19 @@ def build_tiles(call: PrefillCall, n_most: int, table_pages: int, scratch_slot: 
         valid_tokens_n=valid,
         finishes_n=finishes,
         page_table_np=table,
+        saves_n=np.zeros(n_most, np.bool_),
+        row_page_ids_nq=np.zeros((n_most, row_pages), np.int32),
         sampling=build_sampling([(tile.sequence, 0) for tile in tiles], n_most),
     )
 
 
-def build_decode(call: DecodeCall, table_pages: int, scratch_slot: int) -> DecodeBatch:
-    """One row for each entry, padded to the bucket with the scratch slot and page 0."""
+def build_decode(
+    call: DecodeCall, table_pages: int, scratch_slot: int, sampling: SamplingBatch | None = None
+) -> DecodeBatch:
+    """One row for each entry, padded to the bucket with the scratch slot and page 0.
+
+    `sampling`: what `build_sampling` gave for an equal `sampling_key`, where it is at hand.
+    """
     n_rows = call.bucket_rows
     slots = np.full(n_rows, scratch_slot, np.int32)
     positions = np.zeros(n_rows, np.int32)
@@ -56,12 +65,14 @@ def build_decode(call: DecodeCall, table_pages: int, scratch_slot: int) -> Decod
     for i, entry in enumerate(call.entries):
         slots[i] = entry.sequence.slot
         positions[i] = entry.position_tokens
-        table[i, : len(entry.sequence.page_ids)] = entry.sequence.page_ids
+        page_ids = entry.sequence.page_ids
+        table[i, : len(page_ids)] = np.frombuffer(page_ids, np.int32)
     return DecodeBatch(
         slots_b=slots,
         position_b=positions,
         page_table_bp=table,
-        sampling=build_sampling([(entry.sequence, entry.output_index) for entry in call.entries], n_rows),
+        sampling=sampling
+        or build_sampling([(entry.sequence, entry.output_index) for entry in call.entries], n_rows),
     )
 
 

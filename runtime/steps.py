@@ -102,7 +102,7 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     state = abstract_state(static, shapes.n_pages, shapes.n_slots)
     everywhere = NamedSharding(static.mesh, PartitionSpec())
     state_out = jax.tree.map(lambda leaf: leaf.sharding, state)
-    row_leaves = jax.tree.leaves((state.rows, state.last_token_s, state.sampler))
+    row_leaves = jax.tree.leaves((state.rows, state.hidden_sh, state.last_token_s, state.sampler))
     row_out = tuple(NamedSharding(static.mesh, PartitionSpec(*leaf.sharding.spec[1:])) for leaf in row_leaves)
     row = tuple(
         jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
@@ -144,7 +144,11 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
 
     for tile_tokens in shapes.tile_sizes_tokens:
         empty = build_tiles(
-            PrefillCall(tile_tokens, ()), shapes.tiles_most(tile_tokens), shapes.table_pages, 0
+            PrefillCall(tile_tokens, ()),
+            shapes.tiles_most(tile_tokens),
+            shapes.table_pages,
+            0,
+            static.layout.row_pages,
         )
         programs[prefill_name(tile_tokens)] = over_state(forward.prefill, like(empty))
     for n_rows in shapes.decode_buckets_rows:
@@ -303,18 +307,20 @@ class DeviceSteps:
     def prefill(self, call: PrefillCall) -> StepOutput:
         """Dispatches a prefill call; row i of the result is tile i."""
         n_most = self.shapes.tiles_most(call.tile_tokens)
-        tiles = build_tiles(call, n_most, self.shapes.table_pages, self._scratch_slot)
+        row_pages = self.static.layout.row_pages
+        tiles = build_tiles(call, n_most, self.shapes.table_pages, self._scratch_slot, row_pages)
         return self._forward(prefill_name(call.tile_tokens), tiles)
 
     def decode(self, call: DecodeCall) -> StepOutput:
         """Dispatches a decode call; row i of the result is entry i."""
-        batch = build_decode(call, self.shapes.table_pages, self._scratch_slot)
         key = sampling_key(call)
         known_key, sampling = self._sampling.get(call.bucket_rows, (None, None))
+        batch = build_decode(
+            call, self.shapes.table_pages, self._scratch_slot, sampling if known_key == key else None
+        )
         if known_key != key:
-            sampling = self.put(batch.sampling)
-            self._sampling[call.bucket_rows] = (key, sampling)
-        return self._forward(decode_name(call.bucket_rows), batch.replace(sampling=sampling))
+            self._sampling[call.bucket_rows] = (key, self.put(batch.sampling))
+        return self._forward(decode_name(call.bucket_rows), batch)
 
     def _forward(self, name: str, batch: TileBatch | DecodeBatch) -> StepOutput:
         self.state, output = self._programs[name](self.params, self.state, batch)

@@ -31,7 +31,7 @@ class SwapImage:
 
 
 def _row_leaves(state: DeviceState) -> Any:
-    return (state.rows, state.last_token_s, state.sampler)
+    return (state.rows, state.hidden_sh, state.last_token_s, state.sampler)
 
 
 def gather_pages(state: DeviceState, page_ids_c: jax.Array) -> jax.Array:
@@ -58,8 +58,8 @@ def scatter_row(state: DeviceState, slot: jax.Array, row: tuple[jax.Array, ...])
     written = [
         lax.dynamic_update_index_in_dim(leaf, value, slot, 0) for leaf, value in zip(leaves, row, strict=True)
     ]
-    rows, last_token_s, sampler = jax.tree.unflatten(tree, written)
-    return state.replace(rows=rows, last_token_s=last_token_s, sampler=sampler)
+    rows, hidden_sh, last_token_s, sampler = jax.tree.unflatten(tree, written)
+    return state.replace(rows=rows, hidden_sh=hidden_sh, last_token_s=last_token_s, sampler=sampler)
 
 
 def chunks_of(page_ids: tuple[int, ...]) -> list[np.ndarray]:

@@ -5,6 +5,8 @@ models.md sections 1.3 and 5. A *group* is a kv head with its query heads: what 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,6 +21,7 @@ from model.static import Static
 from pallas_kernels import paged_attention
 
 PAGES = PartitionSpec(MESH_AXIS)
+EVERYWHERE = PartitionSpec()
 
 
 @struct.dataclass
@@ -98,11 +101,28 @@ def project(
     q_width = fused.shape[-1] - 2 * dim
     queries = fused[..., :q_width].reshape(*fused.shape[:2], per_group, -1)
     q, gate = (queries[..., :dim], queries[..., dim:]) if att.gated else (queries, None)
-    k, v = fused[..., q_width : q_width + dim], fused[..., q_width + dim :]
     if att.qk_norm:
         q = rms_norm(q, weights.q_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
+    k, v = _entries(weights, fused[..., q_width:], rotation, static)
+    return rotate(q, rotation), k, v, gate
+
+
+def project_entries(
+    weights: AttentionWeights, x_th: jax.Array, rotation: tuple[jax.Array, jax.Array], static: Static
+) -> tuple[jax.Array, jax.Array]:
+    """As `project`, keys and values alone."""
+    rows = weights.qkv[:, -2 * static.config.attention.head_dim :]
+    return _entries(weights, static.constrain(linear(x_th, rows), None, "heads", None), rotation, static)
+
+
+def _entries(
+    weights: AttentionWeights, kv: jax.Array, rotation: tuple[jax.Array, jax.Array], static: Static
+) -> tuple[jax.Array, jax.Array]:
+    config, dim = static.config, static.config.attention.head_dim
+    k, v = kv[..., :dim], kv[..., dim:]
+    if config.attention.qk_norm:
         k = rms_norm(k, weights.k_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
-    return rotate(q, rotation), rotate(k, rotation), v, gate
+    return rotate(k, rotation), v
 
 
 def finish(weights: AttentionWeights, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
@@ -124,19 +144,16 @@ def attend_tile(
 ) -> tuple[jax.Array, jax.Array]:
     """One tile of one sequence: writes its entries, attends to all before and itself. -> (out_th, pages_rnw)."""
     q, k, v, gate = project(weights, x_th, rotation, static)
-    page_tokens = static.layout.page_tokens
-    where = {"offset_words": component.offset_words, "page_tokens": page_tokens, "backend": static.backend}
+    where = _where(component, static)
 
     def local(q, k, v, pages, table, start):  # type: ignore[no-untyped-def]
-        ids = lax.dynamic_slice_in_dim(table, start // page_tokens, k.shape[0] // page_tokens)
-        pages = paged_attention.write_tile(pages[0], k, v, ids, **where)
+        pages = _write_tile(pages[0], k, v, table, start, where)
         out = paged_attention.prefill(q, pages, table, start, scale=static.config.attention.scale, **where)
         return out, pages[None]
 
     heads = static.plan.spec(None, "heads")
-    everywhere = PartitionSpec()
     attended, pages_rnw = static.on_each_rank(
-        local, (heads, heads, heads, PAGES, everywhere, everywhere), (heads, PAGES)
+        local, (heads, heads, heads, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES)
     )(q, k, v, pages_rnw, page_table_p, start_tokens)
     return finish(weights, attended, gate), pages_rnw
 
@@ -153,20 +170,61 @@ def attend_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """One token of each of several sequences. -> (out_bh, pages_rnw)."""
     q, k, v, gate = project(weights, x_bh, rotation, static)
-    page_tokens = static.layout.page_tokens
-    where = {"offset_words": component.offset_words, "page_tokens": page_tokens, "backend": static.backend}
+    where = _where(component, static)
 
     def local(q, k, v, pages, table, position):  # type: ignore[no-untyped-def]
-        ids = jnp.take_along_axis(table, (position // page_tokens)[:, None], axis=1)[:, 0]
-        pages = paged_attention.write_tokens(pages[0], k, v, ids, position % page_tokens, **where)
+        pages = _write_tokens(pages[0], k, v, table, position, where)
         out = paged_attention.decode(
             q, pages, table, position + 1, scale=static.config.attention.scale, **where
         )
         return out, pages[None]
 
     heads = static.plan.spec(None, "heads")
-    everywhere = PartitionSpec()
     attended, pages_rnw = static.on_each_rank(
-        local, (heads, heads, heads, PAGES, everywhere, everywhere), (heads, PAGES)
+        local, (heads, heads, heads, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES)
     )(q, k, v, pages_rnw, page_table_bp, position_b)
     return finish(weights, attended, gate), pages_rnw
+
+
+def write_entries(
+    weights: AttentionWeights,
+    x_th: jax.Array,
+    pages_rnw: jax.Array,
+    page_table: jax.Array,
+    position: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    component: Component,
+    static: Static,
+) -> jax.Array:
+    """Writes a layer's entries and attends to nothing: of a tile that starts at `position` (page_table [P]), or of
+    one token each of several sequences at `position` (page_table [B, P])."""
+    k, v = project_entries(weights, x_th, rotation, static)
+    where, write = _where(component, static), _write_tile if page_table.ndim == 1 else _write_tokens
+
+    def local(k, v, pages, table, position):  # type: ignore[no-untyped-def]
+        return write(pages[0], k, v, table, position, where)[None]
+
+    heads = static.plan.spec(None, "heads")
+    return static.on_each_rank(local, (heads, heads, PAGES, EVERYWHERE, EVERYWHERE), PAGES)(
+        k, v, pages_rnw, page_table, position
+    )
+
+
+def _where(component: Component, static: Static) -> dict[str, Any]:
+    return {
+        "offset_words": component.offset_words,
+        "page_tokens": static.layout.page_tokens,
+        "backend": static.backend,
+    }
+
+
+def _write_tile(pages, k, v, table_p, start, where):  # type: ignore[no-untyped-def]
+    page_tokens = where["page_tokens"]
+    ids = lax.dynamic_slice_in_dim(table_p, start // page_tokens, k.shape[0] // page_tokens)
+    return paged_attention.write_tile(pages, k, v, ids, **where)
+
+
+def _write_tokens(pages, k, v, table_bp, position_b, where):  # type: ignore[no-untyped-def]
+    page_tokens = where["page_tokens"]
+    ids = jnp.take_along_axis(table_bp, (position_b // page_tokens)[:, None], axis=1)[:, 0]
+    return paged_attention.write_tokens(pages, k, v, ids, position_b % page_tokens, **where)

@@ -93,6 +93,7 @@ def tiles_of(
     *,
     start_tokens: int = 0,
     end_tokens: int | None = None,
+    row_pages: int = 0,
 ) -> TileBatch:
     """The tiles of [start, end) of each slot's prompt, slot after slot. `start_tokens` is a multiple of the tile."""
     ids = np.zeros((n_most, tile_tokens), np.int32)
@@ -108,7 +109,10 @@ def tiles_of(
             finishes[n] = start + len(part) == len(prompt)
             table[n] = pages_of(slot)
             n += 1
-    return TileBatch(np.int32(n), ids, slots, starts, valid, finishes, table, greedy(n_most))
+    saves, row_page_ids = np.zeros(n_most, bool), np.zeros((n_most, row_pages), np.int32)
+    return TileBatch(
+        np.int32(n), ids, slots, starts, valid, finishes, table, saves, row_page_ids, greedy(n_most)
+    )
 
 
 def decode_batch(positions: dict[int, int], bucket: int) -> DecodeBatch:

@@ -1,0 +1,85 @@
+"""How an active row goes into pages of the arena and comes back: saving and restoring checkpoints, in place.
+
+A saved row is the layout's parts in order, as raw words (pallas_kernels/row_copy), each rank its own share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from model.params import MESH_AXIS
+from model.state import DeviceState, LinearRow
+from model.static import Static
+from pallas_kernels import row_copy
+
+PAGES, EVERYWHERE = PartitionSpec(MESH_AXIS), PartitionSpec()
+
+Rows = tuple[tuple[LinearRow, ...], jax.Array | None]
+"""All that a slot keeps of its sequence: the linear rows and the trunk's last hidden state."""
+
+
+def _row_specs(static: Static) -> Any:
+    """The shardings of `Rows`, as a tree like it."""
+    rows = tuple(
+        LinearRow(**{part.name: static.plan.spec(None, *part.axes) for part in parts})
+        for parts in static.layout.row_parts
+    )
+    return rows, EVERYWHERE if static.layout.hidden else None
+
+
+def save_row(
+    pages_rnw: jax.Array,
+    rows: Rows,
+    slot: jax.Array,
+    row_page_ids_q: jax.Array,
+    wanted: jax.Array,
+    static: Static,
+) -> jax.Array:
+    """The arena with the slot's row in pages row_page_ids_q [row_pages], where `wanted`; else as it was.
+
+    A loop of one round or none: unlike a conditional it never copies the arena.
+    """
+    layout = static.layout
+    if layout.row_pages == 0:
+        return pages_rnw
+
+    def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
+        parts = [lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in jax.tree.leaves(rows)]
+        words = row_copy.pack(
+            parts, layout.row_pages, layout.page_words, layout.word_dtype, backend=static.backend
+        )
+        return pages.at[0, ids].set(words, mode="promise_in_bounds")
+
+    write = static.on_each_rank(local, (PAGES, _row_specs(static), EVERYWHERE, EVERYWHERE), PAGES)
+    return lax.fori_loop(
+        0, wanted.astype("int32"), lambda _, pages: write(pages, rows, slot, row_page_ids_q), pages_rnw
+    )
+
+
+def restore_row(
+    state: DeviceState, slot: jax.Array, row_page_ids_q: jax.Array, static: Static
+) -> DeviceState:
+    """The state with the saved row of these pages in the slot."""
+
+    def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
+        leaves, tree = jax.tree.flatten(rows)
+        like = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        words = pages.at[0, ids].get(mode="promise_in_bounds")
+        parts = row_copy.unpack(words, like, backend=static.backend)
+        return jax.tree.unflatten(
+            tree,
+            [
+                lax.dynamic_update_index_in_dim(leaf, part, slot, 0)
+                for leaf, part in zip(leaves, parts, strict=True)
+            ],
+        )
+
+    specs = _row_specs(static)
+    rows, hidden = static.on_each_rank(local, (PAGES, specs, EVERYWHERE, EVERYWHERE), specs)(
+        state.pages_rnw, (state.rows, state.hidden_sh), slot, row_page_ids_q
+    )
+    return state.replace(rows=rows, hidden_sh=hidden)

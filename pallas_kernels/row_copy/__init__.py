@@ -1,0 +1,50 @@
+"""How does a row become raw words, and words a row again? The entry point; no state, called while tracing.
+
+Axis letters: n pages, w words of a page. Nothing here computes with floats: a signalling NaN or a denormal comes
+back as it went (aot: 16-bit pages hold words, never bfloat16).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _backends
+from pallas_kernels.row_copy import reference, xla
+
+__all__ = ["pack", "unpack"]
+
+_BUILT = {"reference": reference, "xla": xla}
+
+
+def pack(
+    parts: Sequence[jax.Array], n_pages: int, page_words: int, word_dtype: jnp.dtype, *, backend: str = "auto"
+) -> jax.Array:
+    """The bytes of `parts`, one after another, as words [n_pages, page_words]; the rest of the last page is zero.
+
+    Parts are of 2 or 4 bytes an element, none narrower than the words (uint16 or uint32).
+    """
+    _check("row_copy.pack", parts, n_pages, page_words, word_dtype)
+    return _backends.choose("row_copy.pack", backend, _BUILT).pack(parts, n_pages, page_words, word_dtype)
+
+
+def unpack(
+    words_nw: jax.Array, like: Sequence[jax.ShapeDtypeStruct | jax.Array], *, backend: str = "auto"
+) -> tuple[jax.Array, ...]:
+    """The arrays of the shapes and dtypes of `like` whose bytes `pack` put into the words."""
+    _check("row_copy.unpack", like, *words_nw.shape, words_nw.dtype)
+    return _backends.choose("row_copy.unpack", backend, _BUILT).unpack(words_nw, like)
+
+
+def _check(kernel, parts, n_pages, page_words, word_dtype):  # type: ignore[no-untyped-def]
+    word_bytes = jnp.dtype(word_dtype).itemsize
+    if jnp.dtype(word_dtype) not in (jnp.uint16, jnp.uint32):
+        raise ValueError(f"{kernel}: words are uint16 or uint32, not {jnp.dtype(word_dtype).name}")
+    for part in parts:
+        if jnp.dtype(part.dtype).itemsize % word_bytes:
+            raise ValueError(f"{kernel}: {part.dtype} elements do not divide into {word_bytes}-byte words")
+    needed = sum(part.size * jnp.dtype(part.dtype).itemsize for part in parts)
+    if needed > n_pages * page_words * word_bytes:
+        raise ValueError(
+            f"{kernel}: a row of {needed} bytes does not fit {n_pages} pages of {page_words * word_bytes}"
+        )
