@@ -26,8 +26,12 @@ def experts_swiglu(
 
     `gate_up_e2ih` is [e, 2, i, h], gate before up (the fused checkpoint layout [e, 2i, h] seen as four axes),
     `down_ehi` [e, h, i], both in x's dtype. Ids are int32 in [0, e), distinct in each token; weights are floating.
-    Products are accumulated, activated and summed in float32. Under tensor parallelism i is the local part and the
-    caller sums over ranks.
+    Products are accumulated, activated and summed in float32. Under tensor parallelism i is the local part and
+    the caller sums over ranks.
+
+    For a given shape, a token's result does not depend on the other tokens of the tile, nor on its place among
+    them, bit for bit. Differentiable up to 16 experts; beyond that the loop's trip count is data and reverse mode
+    raises ValueError.
     """
     kernel = "grouped_matmul.experts_swiglu"
     run = _backends.choose(kernel, backend, _BUILT).experts_swiglu
