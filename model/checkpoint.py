@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,13 +43,18 @@ from model.orbax_store import (
 from model.params import MESH_AXIS, Plan
 
 Show = Callable[..., Any]
-"""Wraps an iterable, as tqdm does."""
+"""Wraps an iterable, as tqdm does; `total` is given where it has no length."""
 
 # Weights in other formats do not travel along.
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
 
 
-def convert(model_dir: Path, orbax_dir: Path, *, show: Show = iter) -> Manifest:
+def quietly(items: Iterable[Any], total: int = 0) -> Iterable[Any]:
+    """Shows nothing."""
+    return items
+
+
+def convert(model_dir: Path, orbax_dir: Path, *, show: Show = quietly) -> Manifest:
     """Writes the Orbax checkpoint of a safetensors model folder; `orbax_dir` must not exist.
 
     Every tensor is kept under its name, with its shape, dtype and bytes; the folder's other files come along.
@@ -72,7 +77,7 @@ def convert(model_dir: Path, orbax_dir: Path, *, show: Show = iter) -> Manifest:
     return manifest
 
 
-def export(orbax_dir: Path, model_dir: Path, *, show: Show = iter) -> Manifest:
+def export(orbax_dir: Path, model_dir: Path, *, show: Show = quietly) -> Manifest:
     """Writes the safetensors model folder that the checkpoint was made from; `model_dir` must not exist.
 
     Each tensor's digest is checked on the way. Raises CheckpointError that names those that do not match.
@@ -94,7 +99,7 @@ def export(orbax_dir: Path, model_dir: Path, *, show: Show = iter) -> Manifest:
 
 
 def restore(
-    orbax_dir: Path, mesh_name: str, dtype_name: str | None = None, *, show: Show = iter
+    orbax_dir: Path, mesh_name: str, dtype_name: str | None = None, *, show: Show = quietly
 ) -> list[str]:
     """Loads the checkpoint onto the mesh ("tp4") and compares what is there with what was stored.
 
@@ -140,18 +145,21 @@ def _compare(
     """(tensors found on the devices, names whose stored bytes changed, names that differ on the devices)."""
     specs = declare_decoder(config, Plan.of(config, mesh.size))
     forms = check_checkpoint(specs, config, checkpoint)
-    changed, different, compared = [], [], 0
-    on_devices = dict(export_tensors(specs, params, forms))
-    for name in show(list(checkpoint.tensors)):
+    changed, different, compared = [], [], set()
+
+    def check(name: str) -> np.ndarray:
         stored = checkpoint.read(name)
         if digest(stored) != checkpoint.manifest.tensors[checkpoint.tensors[name].stored_name].sha256:
             changed.append(name)
-        placed = on_devices.pop(name, None)
-        if placed is not None:
-            compared += 1
-            if digest(stored.astype(placed.dtype)) != digest(placed):
-                different.append(name)
-    return compared, changed, different
+        return stored
+
+    for name, placed in show(export_tensors(specs, params, forms), total=len(checkpoint.tensors)):
+        compared.add(name)
+        if digest(check(name).astype(placed.dtype)) != digest(placed):
+            different.append(name)
+    for name in checkpoint.tensors.keys() - compared:
+        check(name)
+    return len(compared), changed, different
 
 
 def inspect(model_dir: Path, *, with_tensors: bool = False) -> list[str]:

@@ -55,9 +55,9 @@ def resolve_model(
     folder = Path(spec).expanduser()
     if folder.is_dir():
         return folder
-    model = parse_hub_name(spec)
     if folder.exists():
         raise HubError(f"{spec} is a file: name the folder that holds config.json")
+    model = parse_hub_name(spec)
     if offline:
         return _from_cache(model, cache_dir)
     return _from_hub(model, cache_dir, endpoint, progress)

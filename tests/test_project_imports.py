@@ -5,7 +5,10 @@ direct import, so that a new dependency is a decision and not an accident.
 """
 
 import ast
+import re
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,27 @@ def test_folder_imports_only_what_its_row_allows(folder: str, repository: Path) 
         for name in imported_roots(path) - allowed
     }
     assert not wrong
+
+
+def test_every_library_is_a_declared_dependency(repository: Path) -> None:
+    """What comes along with another library today may not tomorrow. bench may need the extra `dev`."""
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = project["dependencies"] + project["optional-dependencies"]["fetch"]
+    declared = {re.match(r"[\w.-]+", need)[0].lower() for need in needs}  # type: ignore[index]
+    providers = packages_distributions()
+    imported = {
+        name
+        for folder in ALLOWED
+        for path in (repository / folder).rglob("*.py")
+        for name in imported_roots(path) - OURS - set(sys.stdlib_module_names)
+    }
+    # One distribution of JAX's own project, at one version with it.
+    undeclared = {
+        name
+        for name in imported - {"jaxlib"}
+        if not {d.lower().replace("_", "-") for d in providers.get(name, [name])} & declared
+    }
+    assert not undeclared
 
 
 def test_runtime_touches_jax_in_few_named_files(repository: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from model import orbax_store
 from model.checkpoint import convert, export, inspect, main, restore
 from model.config import load_config
-from model.loading import CheckpointError, load_params
+from model.loading import CheckpointError, load_params, weight_files
 from model.orbax_store import MANIFEST, WEIGHTS, is_orbax
 from model.params import MESH_AXIS
 from tests.shared import shared_path
@@ -200,7 +200,13 @@ def test_a_killed_save_is_never_a_checkpoint(tmp_path: Path, moment: str, reposi
     assert not target.exists()
     left = target.with_name("orbax.partial")
     assert left.is_dir()
-    assert is_orbax(left) == (moment == "before the rename")  # complete by then but for its name
+    if moment == "before the rename":
+        assert is_orbax(left)  # complete by then, but for its name
+    else:
+        with pytest.raises(CheckpointError, match="not a complete Orbax checkpoint"):
+            export(left, tmp_path / "never")
+        with pytest.raises(CheckpointError, match="holds no .safetensors file|files that are not there"):
+            weight_files(left)  # what a server that is given this folder looks for
     convert(source, target)
     assert is_orbax(target) and not left.exists()
     export(target, tmp_path / "back")

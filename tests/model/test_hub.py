@@ -44,8 +44,9 @@ def test_an_existing_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     assert resolve_model("acme/tiny", endpoint="http://127.0.0.1:9") == Path("acme/tiny")
     (tmp_path / "acme" / "file").write_text("x")
-    with pytest.raises(HubError, match="is a file"):
-        resolve_model("acme/file")
+    for spec in ("acme/file", str(tmp_path / "acme" / "file")):
+        with pytest.raises(HubError, match="is a file"):
+            resolve_model(spec)
 
 
 def test_downloads_what_a_model_needs_and_keeps_it(mirror: Mirror, tmp_path: Path) -> None:
