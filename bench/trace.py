@@ -1,5 +1,4 @@
-"""How much would the cache reuse on a real request trace? Replays it on the real `cache_tiers`, with fake
-payloads.
+"""How much would the cache reuse on a real request trace? A replay on the real `cache_tiers`, fake payloads.
 
 Pages and rows are ids, time is the trace's own, a request is one instant: prefill steps of 2,048 tokens
 reserve pages and save rows exactly as the engine does. docs/policy.md has the conditions and the table of
@@ -237,14 +236,34 @@ def replay(
     }
 
 
+def infinite_percent(
+    requests: Sequence[TracedRequest], grid_tokens: int, counted_s: tuple[float, float]
+) -> float:
+    """The bound: token hit share of a cache that loses nothing and can resume at every grid position."""
+    known: set[tuple[int, bytes]] = set()
+    found_tokens = prompt_tokens = 0
+    for request in requests:
+        per_step = grid_tokens // request.block_tokens
+        name, hit = 0, True
+        found = 0
+        for start in range(0, (request.n_tokens - 1) // grid_tokens * per_step, per_step):
+            step = (name, request.block_ids[start : start + per_step].tobytes())
+            hit = hit and step in known
+            found += hit
+            known.add(step)
+            name = hash(step)
+        if counted_s[0] <= request.at_s <= counted_s[1]:
+            found_tokens += found * grid_tokens
+            prompt_tokens += request.n_tokens
+    return 100 * found_tokens / max(prompt_tokens, 1)
+
+
 # ---- command line
 
 
 def parse_bytes(text: str) -> int:
-    """`64GiB`, `512MiB`, plain bytes; `inf` for a cache that never evicts."""
+    """`64GiB`, `512MiB`, plain bytes."""
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-    if text == "inf":
-        return 64 * 2**40
     for unit, size in units.items():
         if text.endswith(unit):
             return int(float(text.removesuffix(unit)) * size)
@@ -267,6 +286,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--counted-s", type=float, nargs=2, default=None, metavar=("FROM", "TO"))
     parser.add_argument("--row-share", type=float, default=None, help="a fixed split, for comparison")
+    parser.add_argument("--bounds", action="store_true", help="also what an infinite cache would reuse")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     requests = read_trace(options.trace, options.every, options.spacing_s)
@@ -282,6 +302,8 @@ def main(argv: Sequence[str]) -> int:
         clock,
     )
     result = replay(requests, cache, clock, tuple(counted_s))
+    if options.bounds:
+        result["infinite_percent"] = infinite_percent(requests, options.grid_tokens, tuple(counted_s))
     settings = {key: str(value) for key, value in vars(options).items() if key != "json"}
     if options.json:
         print(json.dumps({"bench": "trace", "settings": settings, **result}))

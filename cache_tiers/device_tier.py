@@ -121,18 +121,19 @@ class DeviceTier:
 
     def _drop_unneeded(self, node: Node, ghost: Ghost) -> None:
         """From the node upwards, frees the pages that no saved row needs."""
+        page_ids: list[int] = []
         at: Node | None = node
         while at is not None and at.pages[DEVICE] is not None:
-            if at.n_children_in[DEVICE] or at.checkpoint is not None or at.children:
-                return
-            parent = at.parent
-            assert parent is not None
-            self.arena.drop(at.pages[DEVICE] or ())
+            if at.checkpoint is not None or at.children:
+                break
+            page_ids += at.pages[DEVICE] or ()
             at.pages[DEVICE] = None
-            parent.n_children_in[DEVICE] -= 1
             self.index.remember(at, ghost)
             self.index.remove(at)
-            at = parent
+            at = at.parent
+            if at is not None:
+                at.n_children_in[DEVICE] -= 1
+        self.arena.drop(page_ids)
 
     def _inherit_use(self, parent: Node, child: Checkpoint) -> None:
         """Without rows a use of a deep node is a use of the whole path, so the age moves up as leaves go."""

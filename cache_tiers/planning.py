@@ -149,7 +149,7 @@ def find_junction(nodes: Sequence[Node], limit_tokens: int) -> int | None:
     """
     deepest = row = 0
     for node in nodes:
-        if node.end_tokens > limit_tokens or fastest(node.pages) is None:
+        if node.end_tokens > limit_tokens or (node.pages[DEVICE] is None and fastest(node.pages) is None):
             break
         deepest = node.end_tokens
         if node.checkpoint is not None:

@@ -27,7 +27,8 @@ The life of a request
   7. When the engine would idle: `plan = cache.settle(tokens, request_id=, salt=)` with prompt + reply (all
      tokens that were fed or sampled). None: nothing to do. Else it is a plan like any other:
      commit_restore, prefill full grid tiles up to `plan.wanted[-1].end_tokens`, publish, finish; abort or
-     finish it if a request arrives.
+     finish it if a request arrives. (With --reuse-generated on instead: `cache.extend(plan, tokens)`, then
+     publish the reply's grid positions with `decoded=True` before finish.)
 
 `cache.arena.complete(step)` is the engine's call after each step, `laws.check(cache)` after any operation.
 """
@@ -213,6 +214,14 @@ class PrefixCache:
         self.release(row_page_ids)
         return outcome
 
+    def extend(self, plan: Plan, tokens: np.ndarray | Sequence[int]) -> None:
+        """With --reuse-generated: `tokens` are the plan's prompt and the reply so far, and positions up to their
+        end can be published (`decoded=True`, with a row saved at that very position)."""
+        self._clear_pending(plan, len(plan.path.digests))
+        n_steps = len(tokens) // self.config.grid_tokens if self.config.enabled else 0
+        plan.path = self.index.path(plan.path.root_digest, tokens, n_steps)
+        plan.pending_from_step = n_steps
+
     # ---- administration
 
     def flush(self, tiers: Sequence[str] = TIERS) -> None:
@@ -276,11 +285,11 @@ class PrefixCache:
         row_ids = list(node.checkpoint.rows[DEVICE] or ()) if node is not None and node.checkpoint else []
         self.arena.share(page_ids)
         self.arena.share(row_ids)
-        missed = planning.explain_miss(
-            self.index, path, candidates, chosen, best_tokens, allowed_tokens, self._clock()
-        )
-        if not config.enabled and missed and missed["cause"] != "below_grid":
-            missed = {"cause": "off"}
+        missed: dict[str, Any] | None = {"cause": "off"}
+        if config.enabled:
+            missed = planning.explain_miss(
+                self.index, path, candidates, chosen, best_tokens, allowed_tokens, self._clock()
+            )
         outcome = "miss" if chosen.end_tokens == 0 else "partial" if missed else "full"
         plan = Plan(
             request_id=request_id,

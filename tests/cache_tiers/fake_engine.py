@@ -130,7 +130,9 @@ class FakeEngine:
         self.check()
 
     def prefill_step(self, running: Running) -> bool | None:
-        """Dispatches one step. None where there is no room for its pages; False where nothing is left to do."""
+        """Dispatches one step. None where there is no room for its pages; False where nothing is left to
+        do.
+        """
         end = self._end(running)
         if running.computed_tokens >= end:
             return False

@@ -1,5 +1,6 @@
-"""Does what broke in other prefix caches work here? Rows of the case table that concern the index and the device
-tier, by id, each for its whole kind. Rows about host and disk, transfers and the model are tested elsewhere.
+"""Does what broke in other prefix caches work here? Rows of the case table that concern the index and the
+device tier, by id, each for its whole kind. Rows about host and disk, transfers and the model are tested
+elsewhere.
 """
 
 from __future__ import annotations
@@ -188,7 +189,9 @@ def test_all_of_several_at_once_hit(case: str) -> None:
 @case("B025", "B026")
 @pytest.mark.parametrize("dropped", [3, 50, 200])
 def test_a_history_rendered_anew_hits_up_to_its_last_unchanged_message(case: str, dropped: int) -> None:
-    """Each turn's generation suffix, and the reasoning before its answer, are gone when the next one comes."""
+    """Each turn's generation suffix, and the reasoning before its answer, are gone when the next one
+    comes.
+    """
     e = engine()
     history: list[int] = []
     ends: list[int] = []

@@ -34,8 +34,8 @@ TEXT = {
 class CacheMachine(RuleBasedStateMachine):
     """Mixed lookups, commits, aborts, steps, publishes, cancellations, settles and flushes in a tiny arena.
 
-    The model is a dictionary of checkpoints: key (salt, tokens), the value its digest. What the cache holds must
-    be what was published, less what it counted as evicted; a lookup must find the deepest entry.
+    The model is a dictionary of checkpoints: key (salt, tokens), the value its digest. What the cache holds
+    must be what was published, less what it counted as evicted; a lookup must find the deepest entry.
     """
 
     row_pages = 2
