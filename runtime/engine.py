@@ -355,13 +355,13 @@ class Engine:
     # --- completion -------------------------------------------------------------------------------
 
     def _complete(self, pending: _Pending) -> None:
-        """Reads a step's tokens, which waits for it, and hands them out."""
-        outputs = [self._steps.read(call.output, call.with_logprobs) for call in pending.calls]
-        self._scheduler.complete(pending.plan.step)
-        now_s = time.monotonic()
-        for call, output in zip(pending.calls, outputs, strict=True):
+        """Reads a step's tokens, which waits for it, and hands them out call by call."""
+        for call in pending.calls:
+            output = self._steps.read(call.output, call.with_logprobs)
+            now_s = time.monotonic()
             for row, sequence, output_index in call.rows:
                 self._commit(sequence, output_index, output, row, now_s)
+        self._scheduler.complete(pending.plan.step)
 
     def _commit(
         self, sequence: Sequence, output_index: int, output: HostOutput, row: int, now_s: float

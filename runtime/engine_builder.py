@@ -99,7 +99,7 @@ class _Setup:
 
 def plan_only(options: EngineOptions, progress: Progress | None = None) -> MemoryPlan:
     """The memory plan, without loading weights. Raises as `build_engine` does."""
-    return _plan(_set_up(options), progress)
+    return _plan(_set_up(options), _device_memory(options), progress)
 
 
 def build_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -109,9 +109,9 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     that contradict each other.
     """
     setup = _set_up(options)
-    plan = _plan(setup, progress)
     static = setup.static
-    shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
+    memory = _device_memory(options)  # before the weights take their part of what is free
+    plan_memory(_needs(setup, memory, temporary_bytes=0))  # weights that cannot fit are not loaded
 
     def weights_progress(done_bytes: int, all_bytes: int) -> None:
         if progress is not None:
@@ -120,6 +120,8 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     params = load_params(
         options.model_dir, setup.config, static.mesh, jnp.dtype(static.layout.entry_dtype), weights_progress
     )
+    plan = _plan(setup, memory, progress)
+    shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
     compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
     steps = DeviceSteps(static, params, shapes, compiled)
     layout = static.layout
@@ -186,30 +188,30 @@ def default_buckets(max_concurrency: int, *, least: int = 1) -> tuple[int, ...]:
     return (*buckets, last)
 
 
-def _plan(setup: _Setup, progress: Progress | None) -> MemoryPlan:
+def _plan(setup: _Setup, memory: tuple[int, str], progress: Progress | None) -> MemoryPlan:
     """Compiles the largest programs over a small arena: their temporaries do not depend on its size."""
-    options, static = setup.options, setup.static
-    context_tokens = setup.config.max_position_tokens
-    trial = setup.shapes(TRIAL_PAGES, options.max_model_tokens or context_tokens)
-    programs = declare_programs(static, setup.params, trial)
+    trial = setup.shapes(TRIAL_PAGES, setup.options.max_model_tokens or setup.config.max_position_tokens)
+    programs = declare_programs(setup.static, setup.params, trial)
     names = (prefill_name(trial.grid_tokens), decode_name(trial.decode_buckets_rows[-1]), "gather_pages")
     compiled = compile_programs({name: programs[name] for name in names}, progress)
-    device_memory_bytes, source = _device_memory(options)
-    layout = static.layout
-    return plan_memory(
-        MemoryNeeds(
-            device_memory_bytes=device_memory_bytes,
-            memory_source=source,
-            weights_bytes=bytes_per_rank(setup.specs, static.plan, jnp.dtype(static.layout.entry_dtype)),
-            temporary_bytes=max(temporary_bytes(compiled).values()),
-            row_bytes=state_bytes_per_rank(static, 1),
-            n_slots=trial.n_slots,
-            page_bytes=layout.page_bytes,
-            page_tokens=layout.page_tokens,
-            context_tokens=context_tokens,
-            max_model_tokens=options.max_model_tokens,
-            ranks=options.mesh_ranks,
-        )
+    return plan_memory(_needs(setup, memory, max(temporary_bytes(compiled).values())))
+
+
+def _needs(setup: _Setup, memory: tuple[int, str], temporary_bytes: int) -> MemoryNeeds:
+    options, static, layout = setup.options, setup.static, setup.static.layout
+    device_memory_bytes, source = memory
+    return MemoryNeeds(
+        device_memory_bytes=device_memory_bytes,
+        memory_source=source,
+        weights_bytes=bytes_per_rank(setup.specs, static.plan, jnp.dtype(layout.entry_dtype)),
+        temporary_bytes=temporary_bytes,
+        row_bytes=state_bytes_per_rank(static, 1),
+        n_slots=options.max_concurrency + 1,
+        page_bytes=layout.page_bytes,
+        page_tokens=layout.page_tokens,
+        context_tokens=setup.config.max_position_tokens,
+        max_model_tokens=options.max_model_tokens,
+        ranks=options.mesh_ranks,
     )
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from runtime.page_pool import BrokenLaw, law_conserved, law_idle, page_pool, slot_pool
 from runtime.request import PromptTooLong
-from runtime.sequence import Phase, Sequence, pages_for_tokens
+from runtime.sequence import Phase, Sequence, no_pages, pages_for_tokens
 from runtime.step_plan import (
     Admission,
     DecodeCall,
@@ -199,7 +199,7 @@ class Scheduler:
             raise BrokenLaw("admission found no room although it had looked")
         self.queue.pop(0)
         sequence.slot = slots[0]
-        sequence.page_ids = page_ids
+        sequence.page_ids.extend(page_ids)
         if not sequence.has_swap_image:
             sequence.computed_tokens = 0
             sequence.replay_outputs = len(sequence.output_token_ids)
@@ -379,7 +379,7 @@ class Scheduler:
             raise BrokenLaw(f"{sequence.request_id} is admitted without a slot")
         self.pages.release(sequence.page_ids, sequence.last_step)
         self.slots.release([sequence.slot], sequence.last_step)
-        sequence.page_ids = []
+        sequence.page_ids = no_pages()
         sequence.slot = None
 
     def _forget_image(self, sequence: Sequence) -> None:

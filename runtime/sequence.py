@@ -7,6 +7,7 @@ scheduler changes it when it plans, the engine when it commits tokens. Nothing h
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from runtime.request import GenerationRequest, RequestTimes, Usage
@@ -21,6 +22,10 @@ class Phase(enum.Enum):
 
 
 ADMITTED = (Phase.PREFILL, Phase.RUNNING)
+
+
+def no_pages() -> array[int]:
+    return array("i")
 
 
 @dataclass(eq=False)
@@ -41,7 +46,7 @@ class Sequence:
     stop_ids: frozenset[int]
     phase: Phase = Phase.WAITING
     slot: int | None = None
-    page_ids: list[int] = field(default_factory=list)
+    page_ids: array[int] = field(default_factory=no_pages)  # int32: goes into page tables as it is
     computed_tokens: int = 0
     cached_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)

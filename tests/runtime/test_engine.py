@@ -224,7 +224,7 @@ def test_penalties_and_bias_survive_preemption(hybrid):
     for swap_bytes in (1 << 30, 0):
         engine = hybrid.again(swap_capacity_bytes=swap_bytes)
         try:
-            older = [send(engine, hybrid.prompt(4)[:120], replace(GREEDY, max_tokens=220)) for _ in range(7)]
+            older = [send(engine, hybrid.prompt(4)[:130], replace(GREEDY, max_tokens=220)) for _ in range(7)]
             newest = send(engine, hybrid.prompt(4)[:110], sampling)
             assert newest.last(120).times.preemptions > 0
             assert newest.tokens == alone.tokens and newest.logprobs == alone.logprobs

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.page_pool import BrokenLaw, IdPool, law_conserved, law_idle, page_pool
+from runtime.page_pool import BrokenLaw, IdPool, law_conserved, law_distinct, law_idle, page_pool
 from runtime.request import GenerationRequest, PromptTooLong, SamplingParams
 from runtime.scheduler import Scheduler, SchedulerConfig, law_at_idle, law_books
 from runtime.sequence import Phase, Sequence, pages_for_tokens
@@ -147,6 +147,8 @@ class Simulation:
             for sequence, output_index, token in results:
                 self._commit(sequence, output_index, token)
             law_books(self.scheduler)
+            law_distinct(self.scheduler.pages)
+            law_distinct(self.scheduler.slots)
             return True
         return not plan.empty
 
@@ -388,6 +390,7 @@ def test_pool_laws(operations):
             pool.complete(step)
             step += 1
         law_conserved(pool)
+        law_distinct(pool)
     for group in groups:
         pool.release(group, step)
     pool.complete(step)
