@@ -6,12 +6,13 @@ import jax.numpy as jnp
 
 def experts_swiglu(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk):
     """See the entry point."""
-    out = []
-    for t in range(x_th.shape[0]):
-        gate_up = gate_up_e2ih[expert_ids_tk[t]].astype(jnp.float32)
-        down = down_ehi[expert_ids_tk[t]].astype(jnp.float32)
-        both = jnp.einsum("kyih,h->kyi", gate_up, x_th[t].astype(jnp.float32), precision="highest")
-        act = jax.nn.silu(both[:, 0]) * both[:, 1]
-        y_kh = jnp.einsum("khi,ki->kh", down, act, precision="highest")
-        out.append(jnp.sum(y_kh * expert_weights_tk[t].astype(jnp.float32)[:, None], axis=0))
-    return jnp.stack(out).astype(x_th.dtype)
+
+    def token(args):
+        x_h, ids_k, weights_k = args
+        both_k2i = jnp.einsum("kyih,h->kyi", gate_up_e2ih[ids_k].astype(jnp.float32), x_h, precision="highest")
+        act_ki = jax.nn.silu(both_k2i[:, 0]) * both_k2i[:, 1]
+        out_kh = jnp.einsum("khi,ki->kh", down_ehi[ids_k].astype(jnp.float32), act_ki, precision="highest")
+        return jnp.sum(out_kh * weights_k[:, None], axis=0)
+
+    tokens = (x_th.astype(jnp.float32), expert_ids_tk, expert_weights_tk.astype(jnp.float32))
+    return jax.lax.map(token, tokens).astype(x_th.dtype)

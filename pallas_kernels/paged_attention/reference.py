@@ -63,13 +63,10 @@ def prefill(q_tgrd, pages_nw, page_table_p, start_tokens, *, offset_words, page_
 def decode(q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, page_tokens, scale):
     """See the entry point."""
     g, _, d = q_bgrd.shape[1:]
-    out = [
-        _attend(
-            q_bgrd[b].astype(jnp.float32),
-            _entries(pages_nw, page_table_bp[b], offset_words, page_tokens, g, d),
-            context_tokens_b[b],
-            scale,
-        )
-        for b in range(q_bgrd.shape[0])
-    ]
-    return jnp.stack(out).astype(q_bgrd.dtype)
+
+    def sequence(args):
+        q_grd, page_table_p, context_tokens = args
+        entries = _entries(pages_nw, page_table_p, offset_words, page_tokens, g, d)
+        return _attend(q_grd.astype(jnp.float32), entries, context_tokens, scale)
+
+    return jax.lax.map(sequence, (q_bgrd, page_table_bp, context_tokens_b)).astype(q_bgrd.dtype)

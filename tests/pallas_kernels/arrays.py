@@ -1,0 +1,34 @@
+"""What do the kernel tests share? Random arrays, comparisons and the check that a call works in place."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax.Array:
+    """Standard normal values of `dtype`."""
+    return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+
+def assert_close(got: jax.Array, want: jax.Array, dtype: str = "float32") -> None:
+    """Equal to 1e-5 of the largest value (1e-2 for bfloat16)."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-3))
+
+
+def assert_same_bits(got: jax.Array, want: jax.Array) -> None:
+    """Equal byte for byte (NaN patterns and signs of zero included)."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert got.tobytes() == want.tobytes(), f"{(got != want).sum()} of {got.size} values differ"
+
+
+def assert_in_place(step: Callable, donated: jax.Array, *args: jax.Array, limit: float = 0.25) -> None:
+    """`step(donated, *args)` aliases all of `donated` and needs less than `limit` of its size besides."""
+    compiled = jax.jit(step, donate_argnums=0).lower(donated, *args).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= donated.nbytes, memory
+    assert memory.temp_size_in_bytes < limit * donated.nbytes, memory
