@@ -1,0 +1,170 @@
+"""Are keys, Host and Origin checked on every route, before anything else happens?
+
+The application itself on a real socket, with no model behind it: what passes the guard gets a 503.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+
+from runtime.http_guard import Guard, guard_rules
+from runtime.http_server import HttpServer, ServerState
+from runtime.metrics import ServerMetrics
+from runtime.worker_pool import WorkerPool
+from tests.runtime.http_client import Client
+
+CHAT = "/v1/chat/completions"
+JSON_TYPE = {"Content-Type": "application/json"}
+PAGE = "https://page.example"
+
+
+@contextmanager
+def running(
+    host: str = "127.0.0.1", keys: tuple[str, ...] = (), allowed_hosts: tuple[str, ...] = ()
+) -> Iterator[Client]:
+    """The application with these rules; `host` is what the rules believe it listens on."""
+    rules = guard_rules(host, allowed_hosts, (PAGE,), keys, ("metrics-key",) if keys else ())
+    workers = WorkerPool(1, 1.0)
+    metrics = ServerMetrics("tiny", "1", lambda: None)
+    state = ServerState(("tiny",), "1")
+    http = HttpServer(state, Guard(rules), metrics, workers, max_body_bytes=1000, stall_limit_s=60)
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(http.application(), handler_cancellation=True)
+
+    async def start() -> int:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner.addresses[0][1]
+
+    port = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield Client(f"http://127.0.0.1:{port}")
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        workers.shutdown()
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Client]:
+    with running(keys=("first-key", "second-key")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[Client]:
+    with running() as client:
+        yield client
+
+
+def code_of(answer: tuple[int, dict[str, str], bytes]) -> tuple[int, str | None]:
+    return answer[0], json.loads(answer[2])["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", CHAT),
+        ("POST", "/v1/completions"),
+        *[("GET", p) for p in ("/v1/models", "/v1/models/tiny", "/version", "/metrics")],
+    ],
+)
+def test_every_route_but_health_needs_a_key(keyed: Client, method: str, path: str) -> None:
+    body = b"{}" if method == "POST" else None
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "first-key"},
+        {"x-api-key": "f"},
+    ):
+        answer = keyed.request(method, path, body, {**JSON_TYPE, **headers})
+        assert code_of(answer) == (401, "invalid_api_key")
+        assert answer[1]["www-authenticate"] == "Bearer"
+    for headers in (
+        {"Authorization": "Bearer first-key"},
+        {"Authorization": "bearer second-key"},
+        {"x-api-key": "first-key"},
+    ):
+        assert keyed.request(method, path, body, {**JSON_TYPE, **headers})[0] != 401
+
+
+def test_health_and_ready_are_open(keyed: Client) -> None:
+    assert keyed.request("GET", "/health")[0] == 200
+    assert keyed.request("GET", "/ping")[0] == 200
+    answer = keyed.request("GET", "/ready")
+    assert code_of(answer) == (503, "unavailable") and answer[1]["retry-after"]
+
+
+def test_the_metrics_key_opens_metrics_alone(keyed: Client) -> None:
+    headers = {"Authorization": "Bearer metrics-key"}
+    assert keyed.request("GET", "/metrics", headers=headers)[0] == 200
+    assert keyed.request("GET", "/v1/models", headers=headers)[0] == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/v1/../v1/models", "/%2Fv1/models", "/v1%2Fmodels", "/V1/models", "/v1/models/"]
+)
+@pytest.mark.parametrize("host", ["localhost", "foo?", "foo#", "a/health?x=", "localhost/health"])
+def test_no_spelling_of_a_path_or_host_goes_around_the_key(keyed: Client, path: str, host: str) -> None:
+    assert keyed.request("GET", path, headers={"Host": host})[0] in (400, 401, 403, 404)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:99", 200),
+        ("[::1]:8000", 200),
+        ("LOCALHOST", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1@evil.example", 403),
+    ],
+)
+def test_on_loopback_only_loopback_names_are_hosts(keyless: Client, host: str, status: int) -> None:
+    assert keyless.request("GET", "/health", headers={"Host": host})[0] == status
+
+
+def test_hosts_can_be_allowed_and_elsewhere_all_are() -> None:
+    with running(allowed_hosts=("proxy.example",)) as client:
+        assert client.request("GET", "/health", headers={"Host": "Proxy.Example:443"})[0] == 200
+    with running(host="0.0.0.0") as client:
+        assert client.request("GET", "/health", headers={"Host": "any.example"})[0] == 200
+
+
+def test_pages_of_other_origins_are_refused(keyless: Client) -> None:
+    assert keyless.request("GET", "/v1/models", headers={"Origin": "https://evil.example"})[0] == 403
+    own = keyless.url
+    assert keyless.request("GET", "/v1/models", headers={"Origin": own})[0] == 200
+    _, headers, _ = keyless.request("GET", "/v1/models", headers={"Origin": PAGE})
+    assert headers["access-control-allow-origin"] == PAGE and headers["vary"] == "Origin"
+
+
+def test_preflight_needs_no_key_and_names_the_headers(keyed: Client) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    status, headers, _ = keyed.request("OPTIONS", CHAT, headers={"Origin": PAGE, **asked})
+    assert (status, headers["access-control-allow-origin"], headers["vary"]) == (204, PAGE, "Origin")
+    allowed = headers["access-control-allow-headers"]
+    assert all(name in allowed for name in ("authorization", "content-type", "x-api-key", "x-stainless-os"))
+    status, headers, _ = keyed.request("OPTIONS", CHAT, headers={"Origin": "https://evil.example", **asked})
+    assert status == 403 and "access-control-allow-origin" not in headers
+
+
+def test_before_the_model_is_there_requests_are_told_so(keyless: Client) -> None:
+    answer = keyless.request("POST", CHAT, b"{}")
+    assert code_of(answer) == (503, "unavailable") and answer[1]["retry-after"]
+
+
+def test_every_answer_has_a_request_id(keyless: Client) -> None:
+    for path in ("/health", "/nothing", "/v1/models"):
+        assert len(keyless.request("GET", path)[1]["x-request-id"]) == 32
