@@ -28,6 +28,8 @@ def build_tiles(
     valid = np.zeros(n_most, np.int32)
     finishes = np.zeros(n_most, np.bool_)
     table = np.zeros((n_most, table_pages), np.int32)
+    saves = np.zeros(n_most, np.bool_)
+    row_page_ids = np.zeros((n_most, row_pages), np.int32)
     for i, tile in enumerate(tiles):
         sequence, start = tile.sequence, tile.start_tokens
         prompt = sequence.request.prompt_token_ids
@@ -36,6 +38,8 @@ def build_tiles(
         starts[i] = start
         valid[i] = tile.valid_tokens
         finishes[i] = tile.finishes
+        if tile.checkpoint is not None:
+            saves[i], row_page_ids[i] = True, tile.checkpoint.row_page_ids
         table[i, : len(sequence.page_ids)] = np.frombuffer(sequence.page_ids, np.int32)
     return TileBatch(
         n_tiles=np.int32(len(tiles)),
@@ -45,8 +49,8 @@ def build_tiles(
         valid_tokens_n=valid,
         finishes_n=finishes,
         page_table_np=table,
-        saves_n=np.zeros(n_most, np.bool_),
-        row_page_ids_nq=np.zeros((n_most, row_pages), np.int32),
+        saves_n=saves,
+        row_page_ids_nq=row_page_ids,
         sampling=build_sampling([(tile.sequence, 0) for tile in tiles], n_most),
     )
 

@@ -14,11 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cache_tiers import laws
+from cache_tiers.arena import BrokenLaw
+from cache_tiers.checkpoints import last_grid_position
+from cache_tiers.counters import CacheCounters
+from cache_tiers.prefix_cache import PrefixCache
 from runtime.memory_plan import MemoryPlan
-from runtime.page_pool import BrokenLaw
 from runtime.request import (
     EngineStopped,
     FinishReason,
@@ -29,7 +34,7 @@ from runtime.request import (
 )
 from runtime.scheduler import Scheduler, SchedulerConfig, law_at_idle
 from runtime.sequence import Phase, Sequence
-from runtime.step_plan import DecodeCall, PrefillCall, StepPlan
+from runtime.step_plan import DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
 from runtime.swap import SwapImage
 
@@ -38,6 +43,8 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[TokenDelta], None]
 STEPS_IN_FLIGHT = 2
 STEP_HISTORY = 32  # summaries kept as evidence for a failure
+REPLIES_TO_SETTLE = 256  # finished replies that wait for an idle moment; older ones are forgotten
+IDLE_CHECK_S = 1.0  # idle this long, the cache's books are checked whole, once
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,11 @@ class EngineStats:
     rows_capacity: int = 0
     pages_capacity: int = 0
     pages_free: int = 0
-    pages_held: int = 0
+    pages_held: int = 0  # by sequences
+    pages_cached: int = 0  # by the prefix cache alone
     pages_fenced: int = 0
+    pages_rows: int = 0  # held ones that hold pieces of saved rows
+    replies_to_settle: int = 0
     swap_bytes: int = 0
     swap_capacity_bytes: int = 0
     in_flight: int = 0
@@ -87,6 +97,7 @@ class _Call:
     output: Any
     rows: tuple[tuple[int, Sequence, int], ...]  # (row, sequence, output index)
     with_logprobs: bool
+    checkpoints: tuple[tuple[Sequence, PlannedCheckpoint], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,13 +123,19 @@ class Engine:
         self,
         steps: DeviceSteps,
         scheduler_config: SchedulerConfig,
+        cache: PrefixCache,
         eos_token_ids: tuple[int, ...],
         queue_limit: int,
         memory_plan: MemoryPlan | None = None,
+        settle_replies: bool = True,
     ):
         self.memory_plan = memory_plan
         self._steps = steps
-        self._scheduler = Scheduler(scheduler_config)
+        self._cache = cache
+        self._scheduler = Scheduler(scheduler_config, cache)
+        self._settle_replies = settle_replies
+        self._to_settle: deque[GenerationRequest] = deque(maxlen=REPLIES_TO_SETTLE)
+        self._settling: Sequence | None = None
         self._eos_token_ids = frozenset(eos_token_ids)
         self._queue_limit = queue_limit
         self._in_flight: deque[_Pending] = deque()
@@ -134,6 +151,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}  # engine thread only
         self._inbox: deque[tuple[GenerationRequest, Deliver, float]] = deque()
         self._cancels: set[str] = set()
+        self._calls: deque[tuple[Callable[[PrefixCache], Any], Future[Any]]] = deque()
         self._draining = False
         self._stopping = False
         self._idle = True
@@ -203,6 +221,21 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def call(self, function: Callable[[PrefixCache], Any]) -> Future[Any]:
+        """Runs `function` with the cache on the engine thread, between two steps; the result is in the future."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive() or self._stopping:
+                raise EngineStopped(self._failure or "the engine does not run")
+            self._calls.append((function, future))
+            self._lock.notify_all()
+        return future
+
+    @property
+    def cache_counters(self) -> CacheCounters:
+        """Written by the engine thread; single counts may be read from any."""
+        return self._cache.counters
+
     def stats(self) -> EngineStats:
         """The latest consistent snapshot, with the age of the last turn while there is work."""
         snapshot = self._stats
@@ -233,9 +266,10 @@ class Engine:
             self._fail(error)
 
     def _take_messages(self) -> bool:
-        """Moves inbox and cancellations in; waits while there is nothing to do. False: time to stop."""
+        """Moves inbox, cancellations and calls in; waits while there is nothing to do. False: time to stop."""
         with self._lock:
-            while not (self._inbox or self._cancels or self._stopping or self._has_work()):
+            checked = False
+            while not (self._inbox or self._cancels or self._calls or self._stopping or self._has_work()):
                 if not self._idle:
                     law_at_idle(self._scheduler)
                     if self._images or self._live:
@@ -243,19 +277,29 @@ class Engine:
                     self._idle = True
                     self._stats = self._snapshot()
                     self._lock.notify_all()
-                self._lock.wait()
+                if not self._lock.wait(None if checked else IDLE_CHECK_S) and not checked:
+                    laws.check(self._cache)
+                    checked = True
                 self._last_turn_s = time.monotonic()
             arrivals, self._inbox = self._inbox, deque()
             cancels, self._cancels = self._cancels, set()
-            stopping = self._stopping
+            calls, self._calls = self._calls, deque()
+            stopping, draining = self._stopping, self._draining
+        if arrivals or draining or stopping:
+            self._interrupt_settling(draining or stopping)
         for request, _, arrival_s in arrivals:
             self._add(request, arrival_s)
         for request_id in cancels:
             self._cancel_now(request_id)
+        for function, future in calls:
+            try:
+                future.set_result(function(self._cache))
+            except ValueError as error:  # a wrong argument is its caller's; anything else stops the engine
+                future.set_exception(error)
         return not stopping
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._in_flight)
+        return self._scheduler.has_work or bool(self._in_flight) or bool(self._to_settle)
 
     def _add(self, request: GenerationRequest, arrival_s: float) -> None:
         sampling = request.sampling
@@ -290,6 +334,8 @@ class Engine:
             del self._live[sequence.request_id]
 
     def _turn(self) -> None:
+        if self._to_settle and not self._scheduler.has_work and not self._in_flight:
+            self._begin_settling()
         plan = self._scheduler.plan_step()
         if not plan.empty:
             self._in_flight.append(self._dispatch(plan))
@@ -297,6 +343,43 @@ class Engine:
             self._complete(self._in_flight.popleft())
         self._last_turn_s = time.monotonic()
         self._stats = self._snapshot()
+
+    # --- settling ---------------------------------------------------------------------------------
+
+    def _begin_settling(self) -> None:
+        """Takes the next finished reply that is worth it; its tiles run one a step until somebody arrives."""
+        request = self._to_settle.popleft()
+        sequence = Sequence(
+            request=request,
+            arrival_index=self._arrivals,
+            arrival_s=time.monotonic(),
+            seed=0,
+            max_output_tokens=0,
+            stop_ids=frozenset(),
+            settles=True,
+        )
+        if self._scheduler.settle(sequence):
+            self._arrivals += 1
+            self._settling = sequence
+
+    def _interrupt_settling(self, forget_all: bool) -> None:
+        sequence, self._settling = self._settling, None
+        if sequence is not None and self._scheduler.finish(sequence):
+            self._to_settle.appendleft(sequence.request)
+        if forget_all:
+            self._to_settle.clear()
+
+    def _remember_to_settle(self, sequence: Sequence) -> None:
+        """A finished reply: all its tokens up to the last grid position are what the next turn begins with."""
+        tokens = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)
+        end_tokens = last_grid_position(len(tokens), self._cache.config.grid_tokens)
+        if self._settle_replies and self._cache.config.enabled and end_tokens > sequence.cached_tokens:
+            request = sequence.request
+            self._to_settle.append(
+                replace(
+                    request, request_id=f"{request.request_id}-reply", prompt_token_ids=tokens[:end_tokens]
+                )
+            )
 
     # --- dispatch ---------------------------------------------------------------------------------
 
@@ -321,6 +404,8 @@ class Engine:
                 steps.swap_in(image, sequence.slot, tuple(sequence.page_ids[: image.n_pages]))
             else:
                 steps.set_slot(sequence)
+                if admission.row_page_ids:
+                    steps.restore_row(sequence.slot, admission.row_page_ids)
         calls = [self._dispatch_prefill(call) for call in plan.prefills]
         calls += [self._dispatch_decode(call) for call in plan.decodes]
         self._totals.add("steps_total")
@@ -335,7 +420,10 @@ class Engine:
 
     def _dispatch_prefill(self, call: PrefillCall) -> _Call:
         rows = tuple((i, tile.sequence, 0) for i, tile in enumerate(call.tiles) if tile.finishes)
-        return _Call(self._steps.prefill(call), rows, _wants_logprobs(rows))
+        checkpoints = tuple(
+            (tile.sequence, tile.checkpoint) for tile in call.tiles if tile.checkpoint is not None
+        )
+        return _Call(self._steps.prefill(call), rows, _wants_logprobs(rows), checkpoints)
 
     def _dispatch_decode(self, call: DecodeCall) -> _Call:
         forced = []
@@ -359,9 +447,15 @@ class Engine:
         for call in pending.calls:
             output = self._steps.read(call.output, call.with_logprobs)
             now_s = time.monotonic()
+            for sequence, checkpoint in call.checkpoints:  # before a sequence that ends gives up its pages
+                self._scheduler.publish(checkpoint, sequence, pending.plan.step)
             for row, sequence, output_index in call.rows:
                 self._commit(sequence, output_index, output, row, now_s)
         self._scheduler.complete(pending.plan.step)
+        settling = self._settling
+        if settling is not None and settling.settled_by(pending.plan.step):
+            self._settling = None
+            self._scheduler.finish(settling)
 
     def _commit(
         self, sequence: Sequence, output_index: int, output: HostOutput, row: int, now_s: float
@@ -377,6 +471,8 @@ class Engine:
             sequence.first_token_s = now_s
             self._totals.add("first_token_s_sum", now_s - sequence.arrival_s)
             self._totals.add("first_tokens_total")
+            if sequence.first_plan is not None and sequence.admitted_s is not None:
+                sequence.first_plan.prefill_s = now_s - sequence.admitted_s
         n_outputs = len(sequence.output_token_ids)
         stops = token_id in sequence.stop_ids and n_outputs > sequence.request.sampling.min_tokens
         reason: FinishReason | None = None
@@ -392,11 +488,13 @@ class Engine:
             stop_token_id=token_id if stops else None,
             usage=sequence.usage() if reason else None,
             times=sequence.times(now_s) if reason else None,
+            receipt=sequence.receipt() if reason else None,
         )
         _, deliver = self._live[sequence.request_id]
         if reason:
             self._totals.add(f"finished_{reason}_total")
             self._release(sequence)
+            self._remember_to_settle(sequence)
         self._hand_over(deliver, delta)
 
     def _hand_over(self, deliver: Deliver, delta: TokenDelta) -> None:
@@ -473,7 +571,10 @@ class Engine:
             rows_capacity=scheduler.slots.capacity,
             pages_capacity=scheduler.pages.capacity,
             pages_free=scheduler.pages.n_free,
-            pages_held=scheduler.pages.n_held,
+            pages_held=scheduler.pages.n_pinned,
+            pages_cached=scheduler.pages.n_evictable,
+            pages_rows=scheduler.pages.n_row_pages,
+            replies_to_settle=len(self._to_settle),
             pages_fenced=scheduler.pages.n_fenced,
             swap_bytes=scheduler.swap_used_bytes,
             swap_capacity_bytes=scheduler.config.swap_capacity_bytes,

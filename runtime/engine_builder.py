@@ -16,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from cache_tiers.arena import PageArena
+from cache_tiers.config import CacheConfig
+from cache_tiers.prefix_cache import PrefixCache
 from model.cache_layout import cache_layout
 from model.config import ModelConfig, load_config
 from model.decoder import declare_decoder
@@ -23,6 +26,7 @@ from model.loading import load_params
 from model.params import MESH_AXIS, Plan, abstract_params, bytes_per_rank
 from model.state import state_bytes_per_rank
 from model.static import Static
+from runtime.cache_identity import identity_of
 from runtime.engine import Engine
 from runtime.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
 from runtime.scheduler import SchedulerConfig
@@ -67,6 +71,10 @@ class EngineOptions:
     queue_limit: int = 256
     swap_bytes: int | None = None
     return_logits: bool = False
+    prefix_cache: bool = True
+    cache_policy: str = "recency"
+    settle_replies: bool = True
+    reuse_generated: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,6 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     steps = DeviceSteps(static, params, shapes, compiled)
     layout = static.layout
     scheduler = SchedulerConfig(
-        n_pages=plan.n_pages,
         n_slots=shapes.n_slots,
         max_model_tokens=plan.max_model_tokens,
         grid_tokens=setup.grid_tokens,
@@ -138,7 +145,28 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         row_image_bytes=state_bytes_per_rank(static, 1) * layout.ranks,
         swap_capacity_bytes=_swap_bytes(options),
     )
-    return Engine(steps, scheduler, setup.config.eos_token_ids, options.queue_limit, plan)
+    cache = PrefixCache(
+        CacheConfig(
+            grid_tokens=setup.grid_tokens,
+            page_tokens=layout.page_tokens,
+            page_bytes=layout.page_bytes,
+            row_bytes=layout.row_bytes,
+            policy=options.cache_policy,
+            enabled=options.prefix_cache,
+            reuse_generated=options.reuse_generated,
+        ),
+        PageArena(plan.n_pages),
+        identity_of(static, setup.grid_tokens, options.model_dir),
+    )
+    return Engine(
+        steps,
+        scheduler,
+        cache,
+        setup.config.eos_token_ids,
+        options.queue_limit,
+        plan,
+        settle_replies=options.settle_replies,
+    )
 
 
 def _set_up(options: EngineOptions) -> _Setup:

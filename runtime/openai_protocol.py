@@ -27,13 +27,13 @@ _MAX_TEMPLATE_LIST_ITEMS = 64
 
 # A request with one of these wants its output constrained; ignoring it would hand out a wrong answer.
 _CONSTRAINING = frozenset(
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar regex ebnf"  # noqa: SIM905
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar regex ebnf"
     " json_schema functions function_call prompt_logprobs suffix use_beam_search logits_processors bad_words"
     " allowed_token_ids truncate_prompt_tokens audio modalities prediction return_logits_digest".split()
 )
 # The server sets these itself when it renders.
 _RESERVED_TEMPLATE_NAMES = frozenset(
-    "messages tools documents chat_template tokenize tokenizer conversation add_generation_prompt"  # noqa: SIM905
+    "messages tools documents chat_template tokenize tokenizer conversation add_generation_prompt"
     " padding truncation max_length return_tensors return_dict continue_final_message bos_token eos_token"
     " pad_token unk_token".split()
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -71,6 +71,9 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    message_ends_tokens: tuple[int, ...] = ()
+    """Where the prompt's messages end, ascending, the newest message's end last."""
+    wants_receipt: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one request. The last one of a request carries finish_reason, usage and times.
+    """New tokens of one request. The last one of a request carries finish_reason, usage, times and receipt.
 
     The stop token itself is in `token_ids` (and is named by `stop_token_id`); the server does not
     print it.
@@ -118,3 +121,5 @@ class TokenDelta:
     error: str | None = None
     usage: Usage | None = None
     times: RequestTimes | None = None
+    receipt: Mapping[str, Any] | None = None
+    """What the request can say about its use of the cache, where it asked (DESIGN section 9)."""

@@ -17,6 +17,11 @@ one always advances.
 running, are free beyond what others were promised. Pages are taken as the sequence grows. When a
 running sequence needs a page and none is free, the newest sequence of the lowest priority is preempted:
 into a swap image where the host has room for one, otherwise to be computed again.
+
+**Cache.** Pages come from the prefix cache's arena, which evicts what nobody uses. A sequence that starts a
+prompt looks up its prefix, begins where the restored checkpoint ends, and saves its row where the plan wants a
+checkpoint; the engine reports when that step has finished. A finished reply may be *settled*: recomputed by
+prefill, one grid step at a time, while nothing else is to be done.
 """
 
 from __future__ import annotations
@@ -25,13 +30,18 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from runtime.page_pool import BrokenLaw, law_conserved, law_idle, page_pool, slot_pool
+import numpy as np
+
+from cache_tiers.arena import BrokenLaw, law_conserved, law_idle, slot_pool
+from cache_tiers.planning import Plan
+from cache_tiers.prefix_cache import PrefixCache
 from runtime.request import PromptTooLong
 from runtime.sequence import Phase, Sequence, no_pages, pages_for_tokens
 from runtime.step_plan import (
     Admission,
     DecodeCall,
     DecodeEntry,
+    PlannedCheckpoint,
     Preemption,
     PrefillCall,
     ScheduleMode,
@@ -46,7 +56,6 @@ OLDEST_SHARE = 0.25  # of the prefill budget, kept for the prompt that is first 
 class SchedulerConfig:
     """`decode_buckets_rows` ascend; the last one is the most sequences that ever run."""
 
-    n_pages: int
     n_slots: int
     max_model_tokens: int
     grid_tokens: int
@@ -80,12 +89,14 @@ class SchedulerConfig:
 class Scheduler:
     """Waiting and preempted sequences in order, admitted ones, and the two pools they draw from."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache):
         self.config = config
-        self.pages = page_pool(config.n_pages)
+        self.cache = cache
+        self.pages = cache.arena
         self.slots = slot_pool(config.n_slots)
         self.queue: list[Sequence] = []  # waiting and preempted, in order
         self.admitted: list[Sequence] = []  # prefilling and running, in order
+        self._planned: dict[Sequence, Plan] = {}  # of sequences in the queue that were looked up already
         self.swap_used_bytes = 0
         self.n_preemptions = 0
         self.n_recomputes = 0
@@ -108,7 +119,7 @@ class Scheduler:
         """Nothing more is computed for it; frees all it holds. False where it had finished already.
 
         Pages and slot stay fenced until the last step that touches them has completed. A swap image is
-        given up as well: the caller drops its bytes.
+        given up as well: the caller drops its bytes. What the cache has of it stays.
         """
         if sequence.phase is Phase.FINISHED:
             return False
@@ -118,6 +129,8 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
             self._forget_image(sequence)
+            if (plan := self._planned.pop(sequence, None)) is not None:
+                self.cache.abort(plan)
         sequence.phase = Phase.FINISHED
         return True
 
@@ -125,6 +138,33 @@ class Scheduler:
         """Step `step` has finished on the device."""
         self.pages.complete(step)
         self.slots.complete(step)
+
+    def settle(self, sequence: Sequence) -> bool:
+        """Begins to recompute a finished reply (the sequence's prompt is its tokens up to the last grid position).
+        False where the cache has it, or there is no room without disturbing anybody."""
+        if self.has_work or not self.slots.n_free:
+            return False
+        request = sequence.request
+        plan = self.cache.settle(
+            request.prompt_token_ids, request_id=request.request_id, salt=request.cache_salt
+        )
+        if plan is None:
+            return False
+        if pages_for_tokens(sequence.prompt_tokens, self.config.page_tokens) > self._obtainable_pages():
+            self.cache.abort(plan)
+            return False
+        self._planned[sequence] = plan
+        self.queue.append(sequence)
+        return True
+
+    def publish(self, checkpoint: PlannedCheckpoint, sequence: Sequence, step: int) -> None:
+        """The step that saved this checkpoint has finished: it becomes visible, unless the sequence is gone."""
+        if sequence.plan is checkpoint.plan:
+            self.cache.publish(
+                checkpoint.plan, checkpoint.end_tokens, sequence.page_ids, checkpoint.row_page_ids
+            )
+        else:
+            self.cache.release(checkpoint.row_page_ids, last_step=step)
 
     @property
     def has_work(self) -> bool:
@@ -140,7 +180,7 @@ class Scheduler:
         """What the next step does. An empty plan uses no step number."""
         step = self._next_step
         preemptions: list[Preemption] = []
-        admissions = self._admit()
+        admissions = self._admit(step)
         mode = self.config.mode
         prefills: tuple[PrefillCall, ...] = ()
         entries: list[DecodeEntry] = []
@@ -152,10 +192,11 @@ class Scheduler:
             entries, stalled = self._plan_decode(protected, preemptions, step)
         if mode != "prefill":
             alone = mode == "balanced" or not entries
-            budget_tokens = self.config.prefill_budget_tokens if alone else self.config.grid_tokens
+            whole = alone and not any(sequence.settles for sequence in self.admitted)
+            budget_tokens = self.config.prefill_budget_tokens if whole else self.config.grid_tokens
             prefills = self._plan_prefill(budget_tokens, step)
         idle = not (prefills or entries or preemptions or admissions or self.pages.n_fenced)
-        if idle and self.admitted and all(other.phase is Phase.PREFILL for other in self.admitted):
+        if idle and self.admitted and all(_waits_for_pages(other) for other in self.admitted):
             # Prompts hold all pages and none can grow: the newest gives way to the others.
             self._preempt(self.admitted[-1], preemptions)
         plan = StepPlan(
@@ -172,40 +213,73 @@ class Scheduler:
                 admission.sequence.last_step = step
         return plan
 
-    def _admit(self) -> list[Admission]:
+    def _admit(self, step: int) -> list[Admission]:
         admissions = []
         while self.queue and self.slots.n_free:
             sequence = self.queue[0]
-            image_pages = self._image_pages(sequence)
-            needed = image_pages + 1 if sequence.has_swap_image else self._prompt_pages(sequence)
-            promised = sum(self._promised_pages(other) for other in self.admitted)
-            reserve = len(self.admitted)
-            if self.admitted or self.pages.n_fenced:
-                if self.pages.n_free < needed + promised + reserve:
-                    break
-            elif self.pages.n_free < image_pages:
-                break
             if not sequence.has_swap_image and self._unread_outputs(sequence):
                 break  # its last token is still being computed; it can be replayed once that is read
-            self._take_in(sequence, image_pages)
-            admissions.append(Admission(sequence, from_host=sequence.has_swap_image))
-            self._forget_image(sequence)
+            plan = None if sequence.has_swap_image else self._look_up(sequence)
+            if not self._has_room(sequence, plan):
+                if plan is not None:
+                    self.cache.abort(plan)
+                break
+            admissions.append(self._take_in(sequence, plan, step))
         return admissions
 
-    def _take_in(self, sequence: Sequence, image_pages: int) -> None:
+    def _look_up(self, sequence: Sequence) -> Plan:
+        plan = self._planned.pop(sequence, None)
+        if plan is not None:
+            return plan
+        request = sequence.request
+        return self.cache.lookup(
+            np.asarray(request.prompt_token_ids, np.int32),
+            request_id=request.request_id,
+            salt=request.cache_salt,
+            message_ends_tokens=request.message_ends_tokens,
+            again=sequence.first_plan is not None,
+        )
+
+    def _has_room(self, sequence: Sequence, plan: Plan | None) -> bool:
+        """Room for the whole prompt beyond what others were promised; one that is alone needs none beforehand."""
+        obtainable = self._obtainable_pages()
+        image_pages = self._image_pages(sequence)
+        if not self.admitted and not self.pages.n_fenced:
+            return obtainable >= image_pages
+        if plan is None:
+            needed = image_pages + 1
+        else:
+            needed = self._prompt_pages(sequence) - len(plan.page_ids)
+        promised = sum(self._promised_pages(other) for other in self.admitted)
+        return obtainable >= needed + promised + len(self.admitted)
+
+    def _obtainable_pages(self) -> int:
+        """Free, or held by nobody but the cache."""
+        return self.pages.n_free + self.pages.n_evictable
+
+    def _take_in(self, sequence: Sequence, plan: Plan | None, step: int) -> Admission:
         slots = self.slots.allocate(1)
-        page_ids = self.pages.allocate(image_pages)
+        page_ids = self.cache.reserve_pages(self._image_pages(sequence))
         if slots is None or page_ids is None:
             raise BrokenLaw("admission found no room although it had looked")
         self.queue.pop(0)
         sequence.slot = slots[0]
-        sequence.page_ids.extend(page_ids)
-        if not sequence.has_swap_image:
-            sequence.computed_tokens = 0
+        row_page_ids = tuple(plan.row_page_ids) if plan is not None else ()
+        if plan is not None:
+            page_ids = plan.page_ids
+            self.cache.commit_restore(plan, last_step=step)
+            sequence.plan = plan
+            if sequence.first_plan is None:
+                sequence.first_plan = plan
+                sequence.cached_tokens = plan.restored_tokens
+            sequence.computed_tokens = plan.restored_tokens
             sequence.replay_outputs = len(sequence.output_token_ids)
+        sequence.page_ids.extend(page_ids)
         prefilled = sequence.computed_tokens >= sequence.prompt_tokens
         sequence.phase = Phase.RUNNING if prefilled else Phase.PREFILL
         bisect.insort(self.admitted, sequence, key=lambda other: other.order)
+        self._forget_image(sequence)
+        return Admission(sequence, from_host=plan is None, row_page_ids=row_page_ids)
 
     def _plan_decode(
         self, protected: set[Sequence], preemptions: list[Preemption], step: int
@@ -235,13 +309,17 @@ class Scheduler:
 
     def _plan_prefill(self, budget_tokens: int, step: int) -> tuple[PrefillCall, ...]:
         """Tiles of full grid steps and tiles of one page, each kind in one call, a sequence's in order."""
-        prompts = [sequence for sequence in self.admitted if sequence.phase is Phase.PREFILL]
+        prompts = [
+            sequence
+            for sequence in self.admitted
+            if sequence.phase is Phase.PREFILL and _rest_tokens(sequence)
+        ]
         grid_tiles: list[Tile] = []
         page_tiles: list[Tile] = []
         left_tokens = budget_tokens
         for sequence, share_tokens in self._prefill_shares(prompts, budget_tokens):
             taken_tokens = 0
-            while taken_tokens < share_tokens and sequence.phase is Phase.PREFILL:
+            while taken_tokens < share_tokens and _rest_tokens(sequence):
                 tile_tokens = self._next_tile_tokens(sequence)
                 if tile_tokens > left_tokens:
                     break
@@ -249,8 +327,8 @@ class Scheduler:
                 end = min(start + tile_tokens, sequence.prompt_tokens)
                 if not self._grow(sequence, end):
                     break
-                finishes = end == sequence.prompt_tokens
-                tile = Tile(sequence, start, end - start, finishes)
+                finishes = end == sequence.prompt_tokens and not sequence.settles
+                tile = Tile(sequence, start, end - start, finishes, self._checkpoint(sequence, end))
                 (grid_tiles if tile_tokens == self.config.grid_tokens else page_tiles).append(tile)
                 sequence.computed_tokens = end
                 sequence.last_step = step
@@ -263,6 +341,15 @@ class Scheduler:
             PrefillCall(self.config.page_tokens, tuple(page_tiles)),
         )
         return tuple(call for call in calls if call.tiles)
+
+    def _checkpoint(self, sequence: Sequence, end_tokens: int) -> PlannedCheckpoint | None:
+        """The checkpoint to take at the end of a tile; None where none is wanted or no room can be made."""
+        if sequence.plan is None or end_tokens not in sequence.wanted_ends_tokens:
+            return None
+        row_page_ids = self.cache.reserve_row()
+        if row_page_ids is None:
+            return None
+        return PlannedCheckpoint(sequence.plan, end_tokens, tuple(row_page_ids))
 
     def _prefill_shares(
         self, prompts: list[Sequence], budget_tokens: int
@@ -325,7 +412,7 @@ class Scheduler:
         missing = pages_for_tokens(n_tokens, self.config.page_tokens) - len(sequence.page_ids)
         if missing <= 0:
             return True
-        page_ids = self.pages.allocate(missing)
+        page_ids = self.cache.reserve_pages(missing)
         if page_ids is None:
             return False
         sequence.page_ids.extend(page_ids)
@@ -377,7 +464,11 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.slot is None:
             raise BrokenLaw(f"{sequence.request_id} is admitted without a slot")
-        self.pages.release(sequence.page_ids, sequence.last_step)
+        if sequence.plan is not None:
+            self.cache.finish(sequence.plan, sequence.page_ids, last_step=sequence.last_step)
+            sequence.plan = None
+        else:
+            self.cache.release(sequence.page_ids, last_step=sequence.last_step)
         self.slots.release([sequence.slot], sequence.last_step)
         sequence.page_ids = no_pages()
         sequence.slot = None
@@ -386,6 +477,10 @@ class Scheduler:
         self.swap_used_bytes -= sequence.swap_image_bytes
         sequence.swap_image_bytes = 0
         sequence.has_swap_image = False
+
+
+def _waits_for_pages(sequence: Sequence) -> bool:
+    return sequence.phase is Phase.PREFILL and _rest_tokens(sequence) > 0
 
 
 def _rest_tokens(sequence: Sequence) -> int:
@@ -432,8 +527,9 @@ def law_books(scheduler: Scheduler) -> None:
         raise BrokenLaw(f"{scheduler.slots.n_held} slots held, {len(slots)} in use")
     if any(scheduler.pages.references(page_id) != n for page_id, n in held_pages.items()):
         raise BrokenLaw("a page's references are not its holders")
-    if len(held_pages) != scheduler.pages.n_held:
-        raise BrokenLaw(f"{scheduler.pages.n_held} pages held, {len(held_pages)} in use")
+    n_held = len(held_pages) + len(scheduler.cache.unpublished_row_ids)
+    if n_held != scheduler.pages.n_pinned:
+        raise BrokenLaw(f"{scheduler.pages.n_pinned} pages pinned, {n_held} in use")
     for sequence in scheduler.queue:
         if sequence.slot is not None or sequence.page_ids or sequence.admitted:
             raise BrokenLaw(f"{sequence.request_id} waits but holds something")
@@ -443,9 +539,9 @@ def law_books(scheduler: Scheduler) -> None:
 
 
 def law_at_idle(scheduler: Scheduler) -> None:
-    """With no work left nothing is held, fenced or imaged."""
+    """With no work left no sequence holds anything, nothing is fenced or imaged, and no plan is open."""
     law_books(scheduler)
     law_idle(scheduler.pages)
     law_idle(scheduler.slots)
-    if scheduler.has_work or scheduler.swap_used_bytes:
-        raise BrokenLaw("idle with work in the queue or bytes in swap images")
+    if scheduler.has_work or scheduler.swap_used_bytes or scheduler.cache.plans:
+        raise BrokenLaw("idle with work in the queue, open plans, or bytes in swap images")

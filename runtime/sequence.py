@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from cache_tiers.planning import Plan
 from runtime.request import GenerationRequest, RequestTimes, Usage
 
 
@@ -56,6 +59,9 @@ class Sequence:
     swap_image_bytes: int = 0
     last_step: int = -1  # the newest step that reads or writes its slot and pages
     preemptions: int = 0
+    settles: bool = False  # recomputes a finished reply for the cache; nobody waits for it
+    plan: Plan | None = None  # its use of the prefix cache, from admission until it gives back its pages
+    first_plan: Plan | None = None  # the one that its receipt tells of
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -96,8 +102,21 @@ class Sequence:
         """Whether its stop ids are masked at all, for its first `min_tokens` outputs."""
         return self.request.sampling.min_tokens > 0 and bool(self.stop_ids)
 
+    @property
+    def wanted_ends_tokens(self) -> frozenset[int]:
+        """Where a checkpoint is to be taken on the way."""
+        return frozenset(w.end_tokens for w in self.plan.wanted) if self.plan is not None else frozenset()
+
+    def settled_by(self, step: int) -> bool:
+        """Whether its last tile has run once this step has finished."""
+        return self.settles and self.computed_tokens >= self.prompt_tokens and self.last_step <= step
+
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, len(self.output_token_ids), self.cached_tokens)
+
+    def receipt(self) -> Mapping[str, Any] | None:
+        """What it can say about its use of the cache, where its request asked."""
+        return self.first_plan.receipt() if self.first_plan and self.request.wants_receipt else None
 
     def times(self, finished_s: float) -> RequestTimes:
         return RequestTimes(self.arrival_s, self.admitted_s, self.first_token_s, finished_s, self.preemptions)

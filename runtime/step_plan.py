@@ -10,7 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cache_tiers.planning import Plan
 from runtime.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """The row at `end_tokens` is saved into these pages (none where the model has no rows); published when
+    the step has finished."""
+
+    plan: Plan
+    end_tokens: int
+    row_page_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,10 +36,12 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Admission:
-    """`sequence` has got a slot: a fresh row, or (with `from_host`) the bytes of its swap image."""
+    """`sequence` has got a slot: a fresh row, the bytes of its swap image (with `from_host`), or the saved row
+    in `row_page_ids`."""
 
     sequence: Sequence
     from_host: bool
+    row_page_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Tile:
     start_tokens: int
     valid_tokens: int
     finishes: bool
+    checkpoint: PlannedCheckpoint | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model import forward
 from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
+from model.rows import restore_row
 from model.state import DeviceState, abstract_state, make_state
 from model.static import Static
 from runtime import swap
@@ -133,6 +134,10 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
         "gather_row": Program(swap.gather_row, (state, scalar), None, row_out),
         "scatter_row": Program(swap.scatter_row, (state, scalar, row), 0, state_out),
     }
+    if static.layout.row_pages:
+        row_page_ids = array((static.layout.row_pages,), jnp.int32)
+        restore = functools.partial(restore_row, static=static)
+        programs["restore_row"] = Program(restore, (state, scalar, row_page_ids), 0, state_out)
 
     def over_state(function: Callable[..., Any], batch: Any) -> Program:
         return Program(
@@ -280,6 +285,10 @@ class DeviceSteps:
         bias = build_bias(sequence, 0, self._vocab_size) if biased else self._no_bias
         seen = build_prompt_seen(sequence, self._vocab_size) if sampling.has_penalties else self._no_prompt
         self.run("set_slot", np.int32(sequence.slot), bias, seen, self._no_count, np.int32(0))
+
+    def restore_row(self, slot: int, row_page_ids: tuple[int, ...]) -> None:
+        """A saved row into a slot."""
+        self.run("restore_row", np.int32(slot), np.asarray(row_page_ids, np.int32))
 
     def restore_sampler(self, sequence: Sequence, output_index: int, last_token_id: int) -> None:
         """The sampler as it stands before output `output_index`, all outputs before it read."""

@@ -19,7 +19,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_FILTERS = (  # noqa: SIM905
+_FILTERS = (
     "abs capitalize count d default dictsort escape e first float groupby indent int items join"
     " last length list lower map max min reject rejectattr replace reverse round safe select selectattr sort"
     " string sum title trim unique upper"

@@ -115,7 +115,7 @@ def wait_idle(engine: Engine, timeout_s: float = 30) -> None:
     while time.monotonic() < deadline:
         stats = engine.stats()
         if not engine._has_work() and stats.pages_held == stats.pages_fenced == stats.rows_active == 0:
-            assert stats.pages_free == stats.pages_capacity
+            assert stats.pages_free + stats.pages_cached == stats.pages_capacity
             assert stats.healthy and stats.alive
             return
         time.sleep(0.005)

@@ -8,31 +8,44 @@ position or a token that was not computed fails at once.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.page_pool import BrokenLaw, IdPool, law_conserved, law_distinct, law_idle, page_pool
+from cache_tiers import laws
+from cache_tiers.arena import BrokenLaw, IdPool, PageArena, law_conserved, law_distinct, law_idle, page_pool
+from cache_tiers.config import CacheConfig
+from cache_tiers.prefix_cache import PrefixCache
 from runtime.request import GenerationRequest, PromptTooLong, SamplingParams
 from runtime.scheduler import Scheduler, SchedulerConfig, law_at_idle, law_books
 from runtime.sequence import Phase, Sequence, pages_for_tokens
 from runtime.step_plan import StepPlan
+from tests.cache_tiers.fake_engine import IDENTITY
 
 PAGE = 4
 
 
 def make_sequence(
-    index: int, prompt: int, outputs: int, *, priority: int = 0, min_tokens: int = 0
+    index: int, prompt: int, outputs: int, *, priority: int = 0, min_tokens: int = 0, family: int = 0
 ) -> Sequence:
+    """Prompts of one family begin alike; those of different families for their first 20 tokens only."""
     sampling = SamplingParams(max_tokens=outputs, min_tokens=min_tokens)
-    request = GenerationRequest(f"r{index}", tuple(range(prompt)), sampling, priority)
+    tokens = tuple(i if i < 20 else i + 1000 * family for i in range(prompt))
+    request = GenerationRequest(f"r{index}", tokens, sampling, priority)
     return Sequence(request, index, float(index), index, outputs, frozenset({-1}))
 
 
 def token_of(sequence: Sequence, output_index: int) -> int:
-    return sequence.arrival_index * 1000 + output_index
+    return 10**6 + sequence.arrival_index * 1000 + output_index
+
+
+def content(sequence: Sequence, n_tokens: int) -> tuple[str, int]:
+    """What the state after n tokens depends on: all of them, and whether decode steps made part of it."""
+    prompt = sequence.request.prompt_token_ids[:n_tokens]
+    outputs = tuple(token_of(sequence, i) for i in range(n_tokens - len(prompt)))
+    return ("decoded" if outputs else "prefilled", hash((prompt, outputs)))
 
 
 @dataclass
@@ -40,20 +53,22 @@ class FakeDevice:
     """What every page and every row would hold."""
 
     page_tokens: dict[int, list[tuple[str, int] | None]] = field(default_factory=dict)
+    saved_rows: dict[tuple[int, ...], tuple[str, int]] = field(default_factory=dict)
     rows: dict[int, tuple[str, int]] = field(default_factory=dict)
     last_token: dict[int, int] = field(default_factory=dict)
     masked: dict[int, bool] = field(default_factory=dict)
     images: dict[str, tuple] = field(default_factory=dict)
+    has_rows: bool = True
 
     def _write(self, sequence: Sequence, start: int, end: int) -> None:
         for position in range(start, end):
             page = self.page_tokens.setdefault(sequence.page_ids[position // PAGE], [None] * PAGE)
-            page[position % PAGE] = (sequence.request_id, position)
+            page[position % PAGE] = content(sequence, position + 1)
 
     def _check_read(self, sequence: Sequence, end: int) -> None:
         for position in range(end):
             entry = self.page_tokens[sequence.page_ids[position // PAGE]][position % PAGE]
-            assert entry == (sequence.request_id, position)
+            assert entry == content(sequence, position + 1)
 
     def run(self, plan: StepPlan) -> list[tuple[Sequence, int, int]]:
         for preemption in plan.preemptions:
@@ -77,18 +92,27 @@ class FakeDevice:
                     self.page_tokens[page_id] = page
                 self.rows[slot], self.last_token[slot], self.masked[slot] = row, last_token, masked
             else:
-                self.rows[slot] = (sequence.request_id, 0)
+                self.rows[slot] = content(sequence, 0)
                 self.masked[slot] = sequence.masks_stops
+                if admission.row_page_ids:
+                    self.rows[slot] = self.saved_rows[admission.row_page_ids]
+                elif sequence.computed_tokens and sequence.plan is not None and not self.has_rows:
+                    self.rows[slot] = content(sequence, sequence.plan.restored_tokens)
         results = []
         for call in plan.prefills:
             for tile in call.tiles:
                 sequence, start = tile.sequence, tile.start_tokens
                 end = start + tile.valid_tokens
                 assert start % call.tile_tokens == 0 and tile.valid_tokens <= call.tile_tokens
-                assert self.rows[sequence.slot] == (sequence.request_id, start)
+                assert self.rows[sequence.slot] == content(sequence, start)
                 self._write(sequence, start, end)
                 self._check_read(sequence, end)
-                self.rows[sequence.slot] = (sequence.request_id, end)
+                self.rows[sequence.slot] = content(sequence, end)
+                if tile.checkpoint is not None:
+                    assert tile.checkpoint.end_tokens == end
+                    self.saved_rows[tile.checkpoint.row_page_ids] = content(sequence, end)
+                    for page_id in tile.checkpoint.row_page_ids:
+                        self.page_tokens[page_id] = [None] * PAGE
                 if tile.finishes:
                     assert end == sequence.prompt_tokens
                     self.last_token[sequence.slot] = token_of(sequence, 0)
@@ -108,11 +132,11 @@ class FakeDevice:
                     )
                 if entry.lift_mask:
                     self.masked[slot] = False
-                assert self.rows[slot] == (sequence.request_id, entry.position_tokens)
+                assert self.rows[slot] == content(sequence, entry.position_tokens)
                 assert self.last_token[slot] == token_of(sequence, entry.output_index - 1)
                 self._write(sequence, entry.position_tokens, entry.position_tokens + 1)
                 self._check_read(sequence, entry.position_tokens + 1)
-                self.rows[slot] = (sequence.request_id, entry.position_tokens + 1)
+                self.rows[slot] = content(sequence, entry.position_tokens + 1)
                 known = entry.forced_token_id is not None and not entry.restores_sampler
                 if not known:
                     early = entry.output_index < sequence.request.sampling.min_tokens
@@ -127,10 +151,10 @@ class FakeDevice:
 class Simulation:
     """The engine's loop without the engine: one step in flight while the next is planned."""
 
-    def __init__(self, config: SchedulerConfig):
-        self.scheduler = Scheduler(config)
-        self.device = FakeDevice()
-        self.in_flight: deque[tuple[int, list]] = deque()
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache):
+        self.scheduler = Scheduler(config, cache)
+        self.device = FakeDevice(has_rows=cache.config.row_pages > 0)
+        self.in_flight: deque[tuple[StepPlan, list]] = deque()
         self.stops: dict[str, int] = {}
         self.finished: list[Sequence] = []
         self.plans: list[StepPlan] = []
@@ -140,14 +164,20 @@ class Simulation:
         law_books(self.scheduler)
         if not plan.empty:
             self.plans.append(plan)
-            self.in_flight.append((plan.step, self.device.run(plan)))
+            self.in_flight.append((plan, self.device.run(plan)))
         if self.in_flight and (plan.empty or len(self.in_flight) > 1):
-            step, results = self.in_flight.popleft()
-            self.scheduler.complete(step)
+            done, results = self.in_flight.popleft()
+            for tile in (tile for call in done.prefills for tile in call.tiles):
+                if tile.checkpoint is not None:
+                    self.scheduler.publish(tile.checkpoint, tile.sequence, done.step)
+            self.scheduler.complete(done.step)
+            for sequence in list(self.scheduler.admitted):
+                if sequence.settled_by(done.step):
+                    self.scheduler.finish(sequence)
             for sequence, output_index, token in results:
                 self._commit(sequence, output_index, token)
             law_books(self.scheduler)
-            law_distinct(self.scheduler.pages)
+            laws.check(self.scheduler.cache)
             law_distinct(self.scheduler.slots)
             return True
         return not plan.empty
@@ -176,9 +206,24 @@ class Simulation:
         assert not self.device.images
 
 
+def make_cache(n_pages: int = 65, *, enabled: bool = False, row_pages: int = 2) -> PrefixCache:
+    config = CacheConfig(
+        grid_tokens=8,
+        page_tokens=PAGE,
+        page_bytes=10,
+        row_bytes=10 * row_pages,
+        enabled=enabled,
+        spare_tokens=16,
+    )
+    return PrefixCache(config, PageArena(n_pages), IDENTITY)
+
+
+def simulate(n_pages: int = 65, **changes) -> Simulation:
+    return Simulation(make_config(**changes), make_cache(n_pages))
+
+
 def make_config(**changes) -> SchedulerConfig:
     values = {
-        "n_pages": 65,
         "n_slots": 5,
         "max_model_tokens": 128,
         "grid_tokens": 8,
@@ -201,6 +246,7 @@ requests = st.lists(
         st.integers(0, 6),  # arrives after so many turns
         st.one_of(st.none(), st.integers(1, 80)),  # cancelled after so many turns
         st.integers(0, 5),  # min tokens
+        st.integers(0, 2),  # family
     ),
     min_size=1,
     max_size=12,
@@ -215,22 +261,28 @@ requests = st.lists(
     mode=st.sampled_from(["balanced", "prefill", "decode"]),
     budget=st.sampled_from([8, 24, 32]),
     buckets=st.sampled_from([(1, 2, 4), (4,), (2, 4)]),
+    cached=st.booleans(),
+    row_pages=st.sampled_from([0, 1, 3]),
 )
-def test_any_load_keeps_the_laws_and_every_token(specs, n_pages, swap, mode, budget, buckets):
+def test_any_load_keeps_the_laws_and_every_token(
+    specs, n_pages, swap, mode, budget, buckets, cached, row_pages
+):
     simulation = Simulation(
         make_config(
-            n_pages=n_pages,
             swap_capacity_bytes=swap,
             mode=mode,
             prefill_budget_tokens=budget,
             decode_buckets_rows=buckets,
             max_model_tokens=104,
-        )
+        ),
+        make_cache(n_pages, enabled=cached, row_pages=row_pages),
     )
     arrivals, cancels, sequences = {}, {}, []
     clock = 0
-    for index, (prompt, outputs, stop, priority, gap, cancel, min_tokens) in enumerate(specs):
-        sequence = make_sequence(index, prompt, outputs, priority=priority, min_tokens=min_tokens)
+    for index, (prompt, outputs, stop, priority, gap, cancel, min_tokens, family) in enumerate(specs):
+        sequence = make_sequence(
+            index, prompt, outputs, priority=priority, min_tokens=min_tokens, family=family
+        )
         sequences.append(sequence)
         simulation.stops[sequence.request_id] = max(stop, min_tokens + 1)
         clock += gap
@@ -244,6 +296,23 @@ def test_any_load_keeps_the_laws_and_every_token(specs, n_pages, swap, mode, bud
         for sequence in cancels.get(turn, []):
             simulation.cancel(sequence)
         simulation.turn()
+    if cached:  # replies are settled when all is quiet, and somebody asks on
+        simulation.run_out()
+        for sequence in simulation.finished[:3]:
+            tokens = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)
+            settled = make_sequence(900 + sequence.arrival_index, 1, 1)
+            settled.request = replace(settled.request, prompt_token_ids=tokens[: len(tokens) // 8 * 8])
+            settled.settles = True
+            if simulation.scheduler.settle(settled):
+                if sequence.arrival_index % 2:
+                    simulation.run_out()  # settled in peace
+                    assert settled.phase is Phase.FINISHED
+                else:
+                    simulation.turn()
+                    simulation.scheduler.finish(settled)  # interrupted
+            onward = make_sequence(800 + sequence.arrival_index, 1, 2)
+            onward.request = replace(onward.request, prompt_token_ids=(*tokens[:90], 7, 8, 9))
+            simulation.scheduler.add(onward)
     simulation.run_out()
     cancelled = {s.request_id for group in cancels.values() for s in group}
     for sequence in sequences:
@@ -263,7 +332,7 @@ def test_the_cut_depends_on_length_and_position_alone(n):
     """Alone or among others: the same tiles."""
 
     def tiles(others: int) -> list[tuple[int, int, int]]:
-        simulation = Simulation(make_config(max_model_tokens=300, n_pages=200))
+        simulation = simulate(max_model_tokens=300, n_pages=200)
         sequence = make_sequence(0, n, 1)
         simulation.scheduler.add(sequence)
         for index in range(others):
@@ -286,9 +355,7 @@ def test_the_cut_depends_on_length_and_position_alone(n):
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_advances():
-    simulation = Simulation(
-        make_config(max_model_tokens=4000, n_pages=2000, n_slots=20, decode_buckets_rows=(19,))
-    )
+    simulation = simulate(max_model_tokens=4000, n_pages=2000, n_slots=20, decode_buckets_rows=(19,))
     long_one = make_sequence(0, 3000, 1)
     simulation.scheduler.add(long_one)
     simulation.turn()
@@ -303,7 +370,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_advances()
 
 
 def test_one_tile_budget_still_serves_both():
-    simulation = Simulation(make_config(prefill_budget_tokens=8, max_model_tokens=4000, n_pages=2000))
+    simulation = simulate(prefill_budget_tokens=8, max_model_tokens=4000, n_pages=2000)
     long_one, short_one = make_sequence(0, 800, 1), make_sequence(1, 80, 1)
     simulation.scheduler.add(long_one)
     simulation.scheduler.add(short_one)
@@ -315,7 +382,7 @@ def test_one_tile_budget_still_serves_both():
 
 def test_modes():
     def first_mixed_plan(mode):
-        simulation = Simulation(make_config(mode=mode, max_model_tokens=400, n_pages=200))
+        simulation = simulate(mode=mode, max_model_tokens=400, n_pages=200)
         simulation.scheduler.add(make_sequence(0, 8, 30))
         for _ in range(3):
             simulation.turn()
@@ -330,7 +397,7 @@ def test_modes():
 
 
 def test_lowest_priority_and_newest_is_the_victim():
-    simulation = Simulation(make_config(n_pages=27, max_model_tokens=104))
+    simulation = simulate(n_pages=27, max_model_tokens=104)
     urgent = make_sequence(0, 40, 40, priority=-1)
     older, newer = make_sequence(1, 20, 40), make_sequence(2, 20, 40)
     for sequence in (older, newer, urgent):
@@ -342,7 +409,7 @@ def test_lowest_priority_and_newest_is_the_victim():
 
 
 def test_prompt_that_cannot_fit_is_refused():
-    scheduler = Scheduler(make_config(n_pages=11, max_model_tokens=128))
+    scheduler = Scheduler(make_config(max_model_tokens=128), make_cache(11))
     assert scheduler.check_fits(39) == 1
     with pytest.raises(PromptTooLong) as error:
         scheduler.check_fits(40)
