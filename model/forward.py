@@ -142,7 +142,9 @@ def _layers(params, x, pages, rows, mix, static):  # type: ignore[no-untyped-def
 def _after(computed, index):  # type: ignore[no-untyped-def]
     """`index` (never negative), known only when `computed` is. A write to the arena that does not wait for the reads
     before it makes XLA copy the arena."""
-    bits = lax.bitcast_convert_type(computed.ravel()[0], jnp.int32 if computed.dtype.itemsize == 4 else jnp.int16)
+    bits = lax.bitcast_convert_type(
+        computed.ravel()[0], jnp.int32 if computed.dtype.itemsize == 4 else jnp.int16
+    )
     return jnp.maximum(index, jnp.minimum(bits.astype(jnp.int32), 0))
 
 
