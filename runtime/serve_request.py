@@ -66,12 +66,12 @@ class ServeRequest:
 @dataclass(frozen=True)
 class RenderedPrompt:
     """Token ids of one prompt; `message_end_tokens[i]` counts the tokens up to the end of message i. `text`
-    is what echo shows (for a prompt of token ids, their decoded text).
+    is None where the client sent token ids.
     """
 
     token_ids: tuple[int, ...]
     message_end_tokens: tuple[int, ...] = ()
-    text: str = ""
+    text: str | None = None
 
 
 @dataclass(frozen=True)
