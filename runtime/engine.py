@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cache_tiers.arena import BrokenLaw
 from runtime.memory_plan import MemoryPlan
-from runtime.page_pool import BrokenLaw
 from runtime.request import (
     EngineStopped,
     FinishReason,

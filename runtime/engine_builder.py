@@ -123,6 +123,11 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     plan = _plan(setup, memory, progress)
     shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
     compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
+    largest_bytes = max(temporary_bytes(compiled).values())
+    if largest_bytes > plan.needs.temporary_bytes:  # another program than those tried needs more
+        plan = plan_memory(_needs(setup, memory, largest_bytes))
+        shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
+        compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
     steps = DeviceSteps(static, params, shapes, compiled)
     layout = static.layout
     scheduler = SchedulerConfig(

@@ -25,7 +25,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from runtime.page_pool import BrokenLaw, law_conserved, law_idle, page_pool, slot_pool
+from cache_tiers.arena import BrokenLaw, law_conserved, law_idle, page_pool, slot_pool
 from runtime.request import PromptTooLong
 from runtime.sequence import Phase, Sequence, no_pages, pages_for_tokens
 from runtime.step_plan import (
@@ -428,12 +428,12 @@ def law_books(scheduler: Scheduler) -> None:
             held_pages[page_id] = held_pages.get(page_id, 0) + 1
         if len(sequence.page_ids) * scheduler.config.page_tokens < sequence.computed_tokens:
             raise BrokenLaw(f"{sequence.request_id}: its pages do not cover what it computed")
-    if len(slots) != scheduler.slots.n_held:
-        raise BrokenLaw(f"{scheduler.slots.n_held} slots held, {len(slots)} in use")
+    if len(slots) != scheduler.slots.n_pinned:
+        raise BrokenLaw(f"{scheduler.slots.n_pinned} slots held, {len(slots)} in use")
     if any(scheduler.pages.references(page_id) != n for page_id, n in held_pages.items()):
         raise BrokenLaw("a page's references are not its holders")
-    if len(held_pages) != scheduler.pages.n_held:
-        raise BrokenLaw(f"{scheduler.pages.n_held} pages held, {len(held_pages)} in use")
+    if len(held_pages) != scheduler.pages.n_pinned:
+        raise BrokenLaw(f"{scheduler.pages.n_pinned} pages held by sequences, {len(held_pages)} in use")
     for sequence in scheduler.queue:
         if sequence.slot is not None or sequence.page_ids or sequence.admitted:
             raise BrokenLaw(f"{sequence.request_id} waits but holds something")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.page_pool import BrokenLaw, IdPool, law_conserved, law_distinct, law_idle, page_pool
+from cache_tiers.arena import BrokenLaw, IdPool, law_conserved, law_distinct, law_idle, page_pool
 from runtime.request import GenerationRequest, PromptTooLong, SamplingParams
 from runtime.scheduler import Scheduler, SchedulerConfig, law_at_idle, law_books
 from runtime.sequence import Phase, Sequence, pages_for_tokens
