@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.request import SamplingParams, TokenLogprob, Usage
+from runtime.request import RequestTimes, SamplingParams, TokenLogprob, Usage
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    times: RequestTimes | None = None
 
 
 def total_usage(usages: list[Usage], n: int) -> Usage:

@@ -7,6 +7,7 @@ loop, on the main thread, owns the state; signals drain it, within bounds.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -131,6 +132,9 @@ class _Serving:
             state.backend = Backend(
                 loaded.engine, generator, loaded.limits, loaded.builder.tokenizer.token_bytes
             )
+            # What has been loaded stays: the garbage collector need not walk it again and again.
+            gc.collect()
+            gc.freeze()
             loaded.engine.start()
             state.phase = "ready"
             print(f"ready {_url(listener)}", flush=True)
