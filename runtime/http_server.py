@@ -35,6 +35,8 @@ PING_INTERVAL_S = 10.0
 BODY_LIMIT_S = 120.0
 CLIENT_STALL_LIMIT_S = 120.0
 _LARGE_BODY_BYTES = 256 * 1024
+# With this many tokens' candidates to write, an answer would hold up the event loop.
+_MANY_LOGPROBS_TOKENS = 500
 _MAX_LOGGED_FIELD_NAMES = 256
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream",
@@ -156,7 +158,12 @@ class HttpServer:
                 watch.saw(delta)
                 encoder.collect(delta)
         watch.finished(generation)
-        return web.Response(body=encoder.whole(generation.usage_total()), content_type="application/json")
+        usage = generation.usage_total()
+        if generation.answer.request.sampling.logprobs and usage.completion_tokens > _MANY_LOGPROBS_TOKENS:
+            body = await asyncio.to_thread(encoder.whole, usage)
+        else:
+            body = encoder.whole(usage)
+        return web.Response(body=body, content_type="application/json")
 
     async def _stream(
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
