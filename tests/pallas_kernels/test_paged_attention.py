@@ -234,7 +234,7 @@ def test_padding_sequences_may_share_the_scratch_slot():
 def test_writing_and_attending_copies_no_arena(dtype):
     """As a model does: several layers unrolled, each writes its entries and attends, then the next follows."""
     case = Case("in place", 2, 4, 32, dtype, 64, 0, 1)
-    n_layers, words = 3, _component_words(Case("in place", 2, 4, 32, dtype, 64, 0, 1))
+    n_layers, words = 2, _component_words(case)
     pages = jnp.zeros((600, n_layers * words), POISON[dtype].dtype)
     kw = dict(page_tokens=64)
 
