@@ -120,6 +120,8 @@ def find_candidates(
         moved = dict(bytes_by_tier)
         if row_bytes:
             moved[TIERS[row_tier]] = moved.get(TIERS[row_tier], 0) + row_bytes
+        elif len(found) > 1 and found[-1].bytes_by_tier == moved:
+            found.pop()  # without rows a deeper position that moves no more bytes is always the better one
         found.append(
             Candidate(
                 node.end_tokens,

@@ -63,9 +63,8 @@ class Publisher:
         self, plan: Plan, n_steps: int, page_ids: Sequence[int], row_ids: tuple[int, ...], decoded: bool
     ) -> str:
         """Hangs pages and rows on the nodes of the path, which exist. Only the last ones can lack pages."""
-        grid, per_node = self._config.grid_tokens, self._config.grid_tokens // self._config.page_tokens
-        nodes = plan.path.nodes[:n_steps]
-        kinds = {wanted.end_tokens: wanted.kind for wanted in plan.wanted}
+        per_node = self._config.grid_tokens // self._config.page_tokens
+        nodes = plan.path.nodes
         first = n_steps
         while first > 0 and (nodes[first - 1].pages[DEVICE] is None or nodes[first - 1].decoded):
             first -= 1
@@ -80,10 +79,14 @@ class Publisher:
                 self._device.replace_pages(node, ids)
                 node.decoded = False
             if self._config.row_pages == 0 and step < n_steps - 1:  # then every node is a checkpoint
-                self._save_row(plan, node, (), kinds.get(node.end_tokens, GRID), decoded)
-        outcome = self._save_row(plan, nodes[-1], row_ids, kinds.get(n_steps * grid, GRID), decoded)
-        if self._config.row_pages and outcome != "duplicate":
-            self._supersede(plan, nodes[-1])
+                self._save_row(plan, node, (), GRID, decoded)
+        node = nodes[n_steps - 1]
+        if self._config.row_pages == 0:
+            return self._save_row(plan, node, (), GRID, decoded)
+        kind = next((w.kind for w in plan.wanted if w.end_tokens == node.end_tokens), GRID)
+        outcome = self._save_row(plan, node, row_ids, kind, decoded)
+        if outcome != "duplicate":
+            self._supersede(plan, node)
         return outcome
 
     def _save_row(self, plan: Plan, node: Node, row_ids: tuple[int, ...], kind: str, decoded: bool) -> str:

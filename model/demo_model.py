@@ -29,7 +29,10 @@ def demo_config(
     vocab_size: int = 4096, hidden_size: int = 256, intermediate_size: int = 384, n_layers: int = 6
 ) -> dict[str, Any]:
     """config.json of the demo family: every head count divides by 4, so that four ranks can share it."""
-    kinds = ["full_attention" if (i + 1) % FULL_ATTENTION_INTERVAL == 0 else "linear_attention" for i in range(n_layers)]
+    kinds = [
+        "full_attention" if (i + 1) % FULL_ATTENTION_INTERVAL == 0 else "linear_attention"
+        for i in range(n_layers)
+    ]
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",

@@ -30,8 +30,21 @@ _ASKS = (
     "I would like to hear about {}.",
     "Please tell me a tale of {}.",
 )
-_OPEN_ASKS = ("Tell me a story.", "Tell me a story, please.", "Once upon a time", "Hello!", "Hello! Tell me something.")
-_MORE_ASKS = ("Go on.", "What happened next?", "And then?", "Please go on.", "Tell me more.", "What came of it?")
+_OPEN_ASKS = (
+    "Tell me a story.",
+    "Tell me a story, please.",
+    "Once upon a time",
+    "Hello!",
+    "Hello! Tell me something.",
+)
+_MORE_ASKS = (
+    "Go on.",
+    "What happened next?",
+    "And then?",
+    "Please go on.",
+    "Tell me more.",
+    "What came of it?",
+)
 
 
 def read_stories(path: Path) -> list[str]:
@@ -78,7 +91,9 @@ def make_chat(story: str, rng: np.random.Generator, reply_characters: int = 900)
     text, place = "", 0
     for ask in asks:
         reply, limit = [], reply_characters * rng.uniform(0.3, 1.2)
-        while place < len(paragraphs) and (not reply or sum(map(len, reply)) + len(paragraphs[place]) < limit):
+        while place < len(paragraphs) and (
+            not reply or sum(map(len, reply)) + len(paragraphs[place]) < limit
+        ):
             reply.append(paragraphs[place])
             place += 1
         if not reply:

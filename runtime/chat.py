@@ -7,7 +7,9 @@ and on what was reused. Its own process; standard library only, so that it start
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
+import importlib
 import json
 import sys
 import time
@@ -77,6 +79,9 @@ def _converse(server: Server, model: str, system: str | None, settings: dict[str
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     interactive = sys.stdin.isatty()
     if interactive:
+        with contextlib.suppress(ImportError):
+            # Its import alone gives input() a line editor with history; some systems have none.
+            importlib.import_module("readline")
         print(f"{model} at {server.url}. An empty line or Ctrl-D ends, Ctrl-C stops an answer.")
     while True:
         try:

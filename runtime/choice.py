@@ -54,6 +54,7 @@ class ChoiceAssembler:
             finish_reason,
             stop_reason,
             error=(delta.error or "generation failed") if delta.finish_reason == "error" else None,
+            times=delta.times,
         )
 
     def _show(self, delta: TokenDelta) -> tuple[str, int, StopMatch | None]:

@@ -35,7 +35,6 @@ class TokenBytes:
         for token_id, value in table.items():
             self._raw[token_id] = value
         self._shown = [b"" if i in self.special_ids else value for i, value in enumerate(self._raw)]
-        self.longest_bytes = max((len(value) for value in self._raw), default=1)
 
     def raw(self, token_id: int) -> bytes:
         """All bytes of the token, special or not; ids the tokenizer does not know have none."""

@@ -43,6 +43,7 @@ from runtime.steps import (
 )
 
 TRIAL_PAGES = 128  # arena of the programs that are compiled only to learn their temporaries
+TRIAL_MARGIN = 1.03  # XLA packs a program's buffers a little differently over another arena
 AUTO_SHARE_ACCELERATOR = 0.9  # of what is free
 AUTO_SHARE_CPU = 0.25  # of the machine's memory
 SWAP_SHARE = 0.125  # of the machine's memory, for swap images
@@ -107,7 +108,8 @@ class _Setup:
 
 def plan_only(options: EngineOptions, progress: Progress | None = None) -> MemoryPlan:
     """The memory plan, without loading weights. Raises as `build_engine` does."""
-    return _plan(_set_up(options), _device_memory(options), progress)
+    setup = _set_up(options)
+    return _plan(setup, _device_memory(options), progress)
 
 
 def build_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -119,7 +121,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     setup = _set_up(options)
     static = setup.static
     memory = _device_memory(options)  # before the weights take their part of what is free
-    plan_memory(_needs(setup, memory, temporary_bytes=0))  # weights that cannot fit are not loaded
+    plan_memory(_needs(setup, memory, temporary_bytes=0))  # what cannot fit is not loaded
 
     def weights_progress(done_bytes: int, all_bytes: int) -> None:
         if progress is not None:
@@ -131,6 +133,11 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     plan = _plan(setup, memory, progress)
     shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
     compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
+    largest_bytes = max(temporary_bytes(compiled).values())
+    if largest_bytes > plan.needs.temporary_bytes:  # another program than those tried needs more
+        plan = plan_memory(_needs(setup, memory, largest_bytes))
+        shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
+        compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
     steps = DeviceSteps(static, params, shapes, compiled)
     layout = static.layout
     scheduler = SchedulerConfig(
@@ -218,11 +225,13 @@ def default_buckets(max_concurrency: int, *, least: int = 1) -> tuple[int, ...]:
 
 def _plan(setup: _Setup, memory: tuple[int, str], progress: Progress | None) -> MemoryPlan:
     """Compiles the largest programs over a small arena: their temporaries do not depend on its size."""
+    plan_memory(_needs(setup, memory, temporary_bytes=0))  # what cannot fit needs no compile to say so
     trial = setup.shapes(TRIAL_PAGES, setup.options.max_model_tokens or setup.config.max_position_tokens)
     programs = declare_programs(setup.static, setup.params, trial)
     names = (prefill_name(trial.grid_tokens), decode_name(trial.decode_buckets_rows[-1]), "gather_pages")
     compiled = compile_programs({name: programs[name] for name in names}, progress)
-    return plan_memory(_needs(setup, memory, max(temporary_bytes(compiled).values())))
+    largest_bytes = max(temporary_bytes(compiled).values())
+    return plan_memory(_needs(setup, memory, int(largest_bytes * TRIAL_MARGIN)))
 
 
 def _needs(setup: _Setup, memory: tuple[int, str], temporary_bytes: int) -> MemoryNeeds:

@@ -26,7 +26,7 @@ from runtime.json_body import decode_object
 from runtime.metrics import CONTENT_TYPE, ServerMetrics
 from runtime.openai_output import DONE, AnswerEncoder, ChatEncoder, CompletionEncoder, error_object, event
 from runtime.openai_protocol import ParsedRequest, ProtocolLimits, parse_chat, parse_completion
-from runtime.serve_request import ServeRequest
+from runtime.serve_request import ChoiceDelta, ServeRequest
 from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 
 log = logging.getLogger("strata.http")
@@ -35,6 +35,8 @@ PING_INTERVAL_S = 10.0
 BODY_LIMIT_S = 120.0
 CLIENT_STALL_LIMIT_S = 120.0
 _LARGE_BODY_BYTES = 256 * 1024
+# With this many tokens' candidates to write, an answer would hold up the event loop.
+_MANY_LOGPROBS_TOKENS = 500
 _MAX_LOGGED_FIELD_NAMES = 256
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream",
@@ -153,10 +155,15 @@ class HttpServer:
             for delta in await generation.next_batch(None):
                 if delta.error is not None:
                     raise self._generation_error(request, delta.error)
-                watch.saw(delta.index, len(delta.token_ids), delta.finish_reason)
+                watch.saw(delta)
                 encoder.collect(delta)
         watch.finished(generation)
-        return web.Response(body=encoder.whole(generation.usage_total()), content_type="application/json")
+        usage = generation.usage_total()
+        if generation.answer.request.sampling.logprobs and usage.completion_tokens > _MANY_LOGPROBS_TOKENS:
+            body = await asyncio.to_thread(encoder.whole, usage)
+        else:
+            body = encoder.whole(usage)
+        return web.Response(body=body, content_type="application/json")
 
     async def _stream(
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
@@ -173,7 +180,7 @@ class HttpServer:
                         events += [self._error_event(request, delta.error), DONE]
                         generation.close()
                         break
-                    watch.saw(delta.index, len(delta.token_ids), delta.finish_reason)
+                    watch.saw(delta)
                     events.append(encoder.stream(delta))
                 else:
                     if generation.finished:
@@ -285,17 +292,17 @@ class _Stopwatch:
         self._arrival_s = arrival_s
         self._last_s: dict[int, float] = {}
 
-    def saw(self, index: int, n_tokens: int, finish_reason: str | None) -> None:
+    def saw(self, delta: ChoiceDelta) -> None:
         now_s = time.monotonic()
-        if n_tokens:
-            last_s = self._last_s.get(index)
+        if delta.token_ids:
+            last_s = self._last_s.get(delta.index)
             if last_s is None:
                 self._metrics.first_token(now_s - self._arrival_s)
             else:
-                self._metrics.tokens(now_s - last_s, n_tokens)
-            self._last_s[index] = now_s
-        if finish_reason is not None:
-            self._metrics.choice_finished(finish_reason)
+                self._metrics.token_gap((now_s - last_s) / len(delta.token_ids))
+            self._last_s[delta.index] = now_s
+        if delta.finish_reason is not None:
+            self._metrics.choice_finished(delta.finish_reason, delta.times)
 
     def finished(self, generation: Generation) -> None:
         usage = generation.usage_total()

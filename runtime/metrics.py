@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from runtime.request import RequestTimes
+from runtime.vllm_metrics import VllmMetrics
+
 if TYPE_CHECKING:
     from runtime.engine import EngineStats
 
@@ -34,8 +37,9 @@ class ServerMetrics:
         compat_vllm: bool = False,
     ):
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineCollector(model_name, version, snapshot, compat_vllm))
         registry = self.registry
+        self._vllm = VllmMetrics(model_name, registry) if compat_vllm else None
+        registry.register(_EngineCollector(model_name, version, snapshot, self._vllm))
         self._finished = Counter(
             "strata_requests_finished", "Choices that ended, by finish reason.", ["reason"], registry=registry
         )
@@ -78,17 +82,26 @@ class ServerMetrics:
     def malformed_arguments(self, count: int) -> None:
         self._malformed.inc(count)
 
-    def first_token(self, seconds_s: float) -> None:
-        self._first_token_s.observe(seconds_s)
+    def first_token(self, elapsed_s: float) -> None:
+        self._first_token_s.observe(elapsed_s)
+        if self._vllm is not None:
+            self._vllm.first_token(elapsed_s)
 
-    def tokens(self, gap_s: float, n_tokens: int) -> None:
-        self._token_gap_s.observe(gap_s / n_tokens)
+    def token_gap(self, gap_s: float) -> None:
+        """Seconds since the choice's last tokens, for each of the tokens that have now come."""
+        self._token_gap_s.observe(gap_s)
+        if self._vllm is not None:
+            self._vllm.token_gap(gap_s)
 
-    def choice_finished(self, reason: str) -> None:
+    def choice_finished(self, reason: str, times: RequestTimes | None) -> None:
         self._finished.labels(reason).inc()
+        if self._vllm is not None:
+            self._vllm.choice_finished(reason, times)
 
-    def request_finished(self, seconds_s: float, prompt_tokens: int, cached_tokens: int) -> None:
-        self._request_s.observe(seconds_s)
+    def request_finished(self, elapsed_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        if self._vllm is not None:
+            self._vllm.request_finished(elapsed_s, prompt_tokens, cached_tokens)
+        self._request_s.observe(elapsed_s)
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
 
@@ -102,12 +115,12 @@ class _EngineCollector:
         model_name: str,
         version: str,
         snapshot: Callable[[], EngineStats | None],
-        compat_vllm: bool,
+        vllm: VllmMetrics | None,
     ):
         self._model_name = model_name
         self._version = version
         self._snapshot = snapshot
-        self._compat_vllm = compat_vllm
+        self._vllm = vllm
 
     def collect(self) -> Iterable[Metric]:
         info = GaugeMetricFamily(
@@ -119,28 +132,8 @@ class _EngineCollector:
         if stats is None:
             return
         yield from _own_metrics(stats)
-        if self._compat_vllm:
-            yield from self._vllm_metrics(stats)
-
-    def _vllm_metrics(self, stats: EngineStats) -> Iterator[Metric]:
-        labels = ["model_name"]
-        used = stats.pages_held / stats.pages_capacity if stats.pages_capacity else 0.0
-        for name, text, value in (
-            ("vllm:num_requests_running", "Running.", stats.running),
-            ("vllm:num_requests_waiting", "Waiting.", stats.waiting + stats.preempted),
-            ("vllm:kv_cache_usage_perc", "Share of pages in use.", used),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=labels)
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, text, value in (
-            ("vllm:prompt_tokens", "Prefilled tokens.", stats.prefill_tokens_total),
-            ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens_total),
-            ("vllm:num_preemptions", "Preemptions.", stats.preemptions_total),
-        ):
-            counter = CounterMetricFamily(name, text, labels=labels)
-            counter.add_metric([self._model_name], value)
-            yield counter
+        if self._vllm is not None:
+            yield from self._vllm.of_engine(stats)
 
 
 def _own_metrics(stats: EngineStats) -> Iterator[Metric]:

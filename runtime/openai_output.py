@@ -232,7 +232,12 @@ class CompletionEncoder(AnswerEncoder):
         return {"text": self._echo(index) + text}
 
     def _echo(self, index: int) -> str:
-        return self._answer.prompt_of(index).text if self._request.echo else ""
+        if not self._request.echo:
+            return ""
+        prompt = self._answer.prompt_of(index)
+        if prompt.text is not None:
+            return prompt.text
+        return b"".join(map(self._token_bytes.raw, prompt.token_ids)).decode(errors="replace")
 
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
         offset_chars = self._text_offsets_chars.get(index, 0)

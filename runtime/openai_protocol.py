@@ -64,6 +64,8 @@ class ProtocolLimits:
     """What the served model allows."""
 
     vocab_size: int
+    max_model_tokens: int
+    max_choices: int
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
@@ -115,7 +117,7 @@ def parse_completion(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedR
     """A /v1/completions body. Raises ApiError 400 with the path of the field that is wrong."""
     fields = Fields(body)
     _refuse_constraints(fields)
-    prompts = TextPrompts(_prompts(fields, limits.vocab_size), fields.boolean("add_special_tokens", True))
+    prompts = TextPrompts(_prompts(fields, limits), fields.boolean("add_special_tokens", True))
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
     echo = fields.boolean("echo")
     if echo and logprobs is not None:
@@ -136,6 +138,9 @@ def _request(
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of != n:
         raise invalid_value("best_of", f"must equal n ({n})")
+    n_choices = n * (1 if isinstance(prompt, ChatPrompt) else len(prompt.prompts))
+    if n_choices > limits.max_choices:
+        raise invalid_value("n", f"{n_choices} choices in one request are more than {limits.max_choices}")
     fields.string("request_id")
     return ServeRequest(
         model=fields.string("model") or "",
@@ -235,12 +240,12 @@ def _cache_salt(fields: Fields) -> str | None:
     return salt
 
 
-def _prompts(fields: Fields, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: Fields, limits: ProtocolLimits) -> tuple[str | tuple[int, ...], ...]:
     value = fields.raw("prompt")
     if type(value) is str:
         value = [value]
     elif type(value) is list and value and type(value[0]) is int:
-        return (check_token_ids(value, "prompt", vocab_size),)
+        return (_prompt_ids(value, "prompt", limits),)
     if type(value) is not list or not value:
         raise invalid_value(
             "prompt", "must be a string, an array of strings, of token ids, or of such arrays"
@@ -253,10 +258,19 @@ def _prompts(fields: Fields, vocab_size: int) -> tuple[str | tuple[int, ...], ..
         if type(item) is str and item:
             prompts.append(item)
         elif type(item) is list and item:
-            prompts.append(check_token_ids(item, path, vocab_size))
+            prompts.append(_prompt_ids(item, path, limits))
         else:
             raise invalid_value(path, "must be a non-empty string or a non-empty array of token ids")
     return tuple(prompts)
+
+
+def _prompt_ids(values: list[Any], path: str, limits: ProtocolLimits) -> tuple[int, ...]:
+    # What is too long is refused for that before it is used, so its millions of ids need no check.
+    return (
+        tuple(values)
+        if len(values) > limits.max_model_tokens
+        else check_token_ids(values, path, limits.vocab_size)
+    )
 
 
 def _refuse_constraints(fields: Fields) -> None:

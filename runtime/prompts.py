@@ -12,7 +12,7 @@ from typing import Any
 from runtime.api_errors import invalid_value, template_error
 from runtime.chat_template import ChatTemplate, RenderedText
 from runtime.serve_request import ChatPrompt, RenderedPrompt, TextPrompts
-from runtime.tokenizing import ControlGuard, PromptTokenizer, check_length
+from runtime.tokenizing import ControlGuard, PromptTokenizer
 
 # Templates look for these in an assistant's earlier answers to cut its thinking out.
 _SPARED_IN_ANSWERS = frozenset({"<think>", "</think>"})
@@ -53,6 +53,9 @@ class PromptBuilder:
                 "This model has no chat template;"
                 " use /v1/completions, or start the server with --chat-template."
             )
+        messages = list(messages)
+        written = "\n".join(message["content"] for message in messages)
+        self.tokenizer.check_length(written, self._n_context_tokens, "messages")
         guard = ControlGuard(self.tokenizer.control_texts)
         guarded = [
             guard.marked(message, _SPARED_IN_ANSWERS if message["role"] == "assistant" else frozenset())
@@ -64,7 +67,6 @@ class PromptBuilder:
         )
         if continue_final_message:
             rendered = _cut_after(rendered, guarded[-1]["content"])
-        check_length(self.tokenizer, rendered.text, self._n_context_tokens, "messages")
         token_ids, ends = self.tokenizer.encode_rendered(rendered, guard)
         if not token_ids:
             raise template_error("The chat template made an empty prompt of these messages.")
@@ -72,8 +74,8 @@ class PromptBuilder:
 
     def _plain(self, prompt: str | tuple[int, ...], add_special_tokens: bool) -> RenderedPrompt:
         if isinstance(prompt, tuple):
-            return RenderedPrompt(prompt, text=self.tokenizer.decode(prompt))
-        check_length(self.tokenizer, prompt, self._n_context_tokens, "prompt")
+            return RenderedPrompt(prompt)
+        self.tokenizer.check_length(prompt, self._n_context_tokens, "prompt")
         token_ids = self.tokenizer.encode(prompt, add_special_tokens)
         if not token_ids:
             raise invalid_value("prompt", "must have at least one token")

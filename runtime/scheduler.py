@@ -523,8 +523,8 @@ def law_books(scheduler: Scheduler) -> None:
             held_pages[page_id] = held_pages.get(page_id, 0) + 1
         if len(sequence.page_ids) * scheduler.config.page_tokens < sequence.computed_tokens:
             raise BrokenLaw(f"{sequence.request_id}: its pages do not cover what it computed")
-    if len(slots) != scheduler.slots.n_held:
-        raise BrokenLaw(f"{scheduler.slots.n_held} slots held, {len(slots)} in use")
+    if len(slots) != scheduler.slots.n_pinned:
+        raise BrokenLaw(f"{scheduler.slots.n_pinned} slots held, {len(slots)} in use")
     if any(scheduler.pages.references(page_id) != n for page_id, n in held_pages.items()):
         raise BrokenLaw("a page's references are not its holders")
     n_held = len(held_pages) + len(scheduler.cache.unpublished_row_ids)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.request import SamplingParams, TokenLogprob, Usage
+from runtime.request import RequestTimes, SamplingParams, TokenLogprob, Usage
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class ServeRequest:
 @dataclass(frozen=True)
 class RenderedPrompt:
     """Token ids of one prompt; `message_end_tokens[i]` counts the tokens up to the end of message i. `text`
-    is what echo shows (for a prompt of token ids, their decoded text).
+    is None where the client sent token ids.
     """
 
     token_ids: tuple[int, ...]
     message_end_tokens: tuple[int, ...] = ()
-    text: str = ""
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    times: RequestTimes | None = None
 
 
 def total_usage(usages: list[Usage], n: int) -> Usage:

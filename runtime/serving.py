@@ -7,6 +7,7 @@ loop, on the main thread, owns the state; signals drain it, within bounds.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from runtime.generation import Generator
 from runtime.http_guard import Guard, guard_rules
 from runtime.http_server import Backend, HttpServer, ServerState
 from runtime.metrics import ServerMetrics
-from runtime.openai_protocol import ProtocolLimits, sampling_defaults
+from runtime.openai_protocol import ProtocolLimits, SamplingDefaults, sampling_defaults
 from runtime.options import ServerOptions
 from runtime.prompts import PromptBuilder
 from runtime.tokenizing import PromptTokenizer, load_tokenizer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from runtime.engine_builder import EngineOptions
 
 PROMPT_THREADS = 2
+MAX_CHOICES_AT_ONCE = 256
 PROMPT_LIMIT_S = 5.0
 HEAD_LIMIT_S = 30.0
 DRAIN_LIMIT_S = 20.0
@@ -130,6 +132,9 @@ class _Serving:
             state.backend = Backend(
                 loaded.engine, generator, loaded.limits, loaded.builder.tokenizer.token_bytes
             )
+            # What has been loaded stays: the garbage collector need not walk it again and again.
+            gc.collect()
+            gc.freeze()
             loaded.engine.start()
             state.phase = "ready"
             print(f"ready {_url(listener)}", flush=True)
@@ -203,28 +208,40 @@ def _hand_over(
 
 def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
     """On the building thread: everything that takes time before the server can answer."""
-    model_dir, tokenizer, template, limits = _read_model_folder(options)
-    engine = _engine_call(options, model_dir, progress, build=True)
-    if options.served_model_names == () and template is None:
+    folder = _read_model_folder(options)
+    if folder.template is None:
         progress.say("the model has no chat template: only /v1/completions can be used")
-    return _Loaded(engine, PromptBuilder(tokenizer, template, engine.max_model_tokens), limits)
+    engine = _engine_call(options, folder.path, progress, build=True)
+    max_model_tokens = engine.max_model_tokens
+    limits = ProtocolLimits(
+        folder.vocab_size, max_model_tokens, min(MAX_CHOICES_AT_ONCE, options.max_waiting), folder.defaults
+    )
+    return _Loaded(engine, PromptBuilder(folder.tokenizer, folder.template, max_model_tokens), limits)
 
 
-def _read_model_folder(
-    options: ServerOptions,
-) -> tuple[Path, PromptTokenizer, ChatTemplate | None, ProtocolLimits]:
+@dataclass(frozen=True)
+class _ModelFolder:
+    """What the server itself reads of a model; the engine reads the rest."""
+
+    path: Path
+    vocab_size: int
+    tokenizer: PromptTokenizer
+    template: ChatTemplate | None
+    defaults: SamplingDefaults
+
+
+def _read_model_folder(options: ServerOptions) -> _ModelFolder:
     try:
-        model_dir = _model_dir(options)
-        vocab_size = load_config(model_dir).vocab_size
-        tokenizer = load_tokenizer(model_dir)
-        source, special_tokens = load_chat_template(model_dir, options.chat_template)
+        path = _model_dir(options)
+        vocab_size = load_config(path).vocab_size
+        tokenizer = load_tokenizer(path)
+        source, special_tokens = load_chat_template(path, options.chat_template)
         template = None if source is None else ChatTemplate(source, special_tokens, time.localtime())
-        generation_path = model_dir / "generation_config.json"
+        generation_path = path / "generation_config.json"
         generation_config = json.loads(generation_path.read_text()) if generation_path.exists() else {}
-        limits = ProtocolLimits(vocab_size, sampling_defaults(generation_config))
+        return _ModelFolder(path, vocab_size, tokenizer, template, sampling_defaults(generation_config))
     except (HubError, ConfigError, OSError, ValueError, KeyError, TypeError) as error:
         raise StartError(_as_text(error)) from error
-    return model_dir, tokenizer, template, limits
 
 
 def _engine_call(options: ServerOptions, model_dir: Path, progress: _ProgressLines, *, build: bool):  # type: ignore[no-untyped-def]

@@ -20,9 +20,9 @@ from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _FILTERS = (
-    "abs capitalize count d default dictsort escape e first float groupby indent int items join"
-    " last length list lower map max min reject rejectattr replace reverse round safe select selectattr sort"
-    " string sum title trim unique upper"
+    "abs batch capitalize count d default dictsort escape e first float groupby indent int items join"
+    " last length list lower map max min reject rejectattr replace reverse round safe select selectattr"
+    " slice sort string sum title trim unique upper wordcount"
 ).split()
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _LONG_NUMBER = re.compile(r"[0-9]{5}")

@@ -19,6 +19,10 @@ from runtime.api_errors import context_too_long
 from runtime.chat_template import RenderedText
 from runtime.detokenizer import TokenBytes
 
+# A text with more characters per context token than this is probably too long.
+_USUAL_CHARS_PER_TOKEN = 16
+_CHUNK_CHARS = 65_536
+
 
 class PromptTokenizer:
     """Text to token ids. `control_texts` are the spellings of the tokens that only the template may use."""
@@ -39,13 +43,18 @@ class PromptTokenizer:
         """Plain encoding of the whole text; control tokens spelled in it do become tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """All tokens as text, special ones too."""
-        return b"".join(map(self.token_bytes.raw, token_ids)).decode(errors="replace")
+    def check_length(self, text: str, n_context_tokens: int, param: str) -> None:
+        """Refuses a text that is far too long before the work of encoding all of it.
 
-    def at_least_tokens(self, text: str) -> int:
-        """A bound that costs nothing: no token spells more bytes than the longest one."""
-        return len(text) // max(self.token_bytes.longest_bytes, 1)
+        What could fit passes, and is counted exactly later. Raises ApiError 400.
+        """
+        if len(text) <= _USUAL_CHARS_PER_TOKEN * n_context_tokens:
+            return
+        n_tokens = 0
+        for start in range(0, len(text), _CHUNK_CHARS):
+            n_tokens += len(self.encode(text[start : start + _CHUNK_CHARS], False))
+            if n_tokens > 2 * n_context_tokens:
+                raise context_too_long(n_tokens, 1, n_context_tokens, param)
 
     def encode_rendered(
         self, rendered: RenderedText, guard: ControlGuard
@@ -79,8 +88,7 @@ class ControlGuard:
         # Private-use characters around digits: no trim, case change or JSON escape of a template alters them.
         self.mark = f"\ue0f0{secrets.randbits(96):029d}\ue0f1"
         spelled = "|".join(re.escape(text) for text in sorted(control_texts, key=len, reverse=True))
-        # A look-ahead finds overlapping spellings as well.
-        self._spelled = re.compile(f"(?={spelled})") if spelled else None
+        self._spelled = re.compile(spelled) if spelled else None
 
     def marked(self, value: Any, spared: frozenset[str] = frozenset()) -> Any:
         """A copy of a JSON value in which every string, keys too, is guarded; tags in `spared` stay whole."""
@@ -98,11 +106,13 @@ class ControlGuard:
     def _marked_text(self, text: str, spared: frozenset[str]) -> str:
         if self._spelled is None:
             return text
-        cuts = [
-            match.start() + 1
-            for match in self._spelled.finditer(text)
-            if not any(text.startswith(tag, match.start()) for tag in spared)
-        ]
+        cuts: list[int] = []
+        # Each search begins one further on, so that overlapping spellings are found as well.
+        match = self._spelled.search(text)
+        while match is not None:
+            if match[0] not in spared:
+                cuts.append(match.start() + 1)
+            match = self._spelled.search(text, match.start() + 1)
         if not cuts:
             return text
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -117,13 +127,6 @@ def load_tokenizer(model_dir: Path) -> PromptTokenizer:
             f"{model_dir} has no tokenizer.json; the server needs one (tokenizers format)"
         )
     return PromptTokenizer(path.read_text(encoding="utf-8"))
-
-
-def check_length(tokenizer: PromptTokenizer, text: str, n_context_tokens: int, param: str) -> None:
-    """Refuses, before encoding it, a text so long that no encoding of it could fit."""
-    n_tokens = tokenizer.at_least_tokens(text)
-    if n_tokens >= 4 * n_context_tokens:
-        raise context_too_long(n_tokens, 1, n_context_tokens, param)
 
 
 def _looks_like_a_tag(text: str) -> bool:

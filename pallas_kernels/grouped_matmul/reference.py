@@ -9,7 +9,9 @@ def experts_swiglu(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_t
 
     def token(args):
         x_h, ids_k, weights_k = args
-        both_k2i = jnp.einsum("kyih,h->kyi", gate_up_e2ih[ids_k].astype(jnp.float32), x_h, precision="highest")
+        both_k2i = jnp.einsum(
+            "kyih,h->kyi", gate_up_e2ih[ids_k].astype(jnp.float32), x_h, precision="highest"
+        )
         act_ki = jax.nn.silu(both_k2i[:, 0]) * both_k2i[:, 1]
         out_kh = jnp.einsum("khi,ki->kh", down_ehi[ids_k].astype(jnp.float32), act_ki, precision="highest")
         return jnp.sum(out_kh * weights_k[:, None], axis=0)

@@ -113,9 +113,9 @@ def short_conv_tile(
 ) -> tuple[jax.Array, jax.Array]:
     """Causal depthwise convolution with SiLU over a tile: (y_tc in x's dtype, tail_jc in the tail's dtype).
 
-    `weight_cj1` is [c, 1, taps], the checkpoint's layout; tap taps-1 is the current token. `tail_jc` holds the taps-1
-    inputs before the tile, oldest first (zeros before the start). The new tail is the last taps-1 inputs before position
-    `valid_tokens` (int32 scalar, 0 to t) of the tile. Sums are float32. Differentiable; `jax.vmap` works.
+    `weight_cj1` is [c, 1, taps], the checkpoint's layout; tap taps-1 is the current token. `tail_jc` holds the
+    taps-1 inputs before the tile, oldest first (zeros before the start). The new tail is the last taps-1 inputs before
+    position `valid_tokens` (int32 scalar, 0 to t) of the tile. Sums are float32. Differentiable; `jax.vmap` works.
     """
     kernel = "linear_recurrence.short_conv_tile"
     run = _backends.choose(kernel, backend, _BUILT).short_conv_tile

@@ -158,7 +158,9 @@ def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, 
         )
 
     out_bhv = jnp.zeros((n_b, n_h, n_v), jnp.float32)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(n_b), row, (out_bhv, states_shdv))
+    # A number of rows that XLA cannot know: it unrolls a loop of one row, then copies that row five times over.
+    n_rows = jnp.where(slots_b[0] >= 0, jnp.int32(n_b), jnp.int32(0))
+    return lax.fori_loop(jnp.int32(0), n_rows, row, (out_bhv, states_shdv))
 
 
 def short_conv_tile(x_tc, tail_jc, weight_cj1, valid_tokens):
@@ -191,7 +193,10 @@ def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b):
         return old_bjc, lax.dynamic_update_slice_in_dim(tails_sjc, row_1jc, slots_b[b], 0)
 
     start = (jnp.zeros((n_b, n_j, n_c), tails_sjc.dtype), tails_sjc)
-    old_bjc, tails_sjc = lax.fori_loop(jnp.int32(0), jnp.int32(n_b), exchange, start)
+    # The bound is n_b, in a form that XLA cannot fold: it would unroll the loop of a single row, merge the read with
+    # its uses and then copy all tails after all.
+    n_rows = jnp.int32(n_b) + jnp.minimum(slots_b[0], jnp.int32(0))
+    old_bjc, tails_sjc = lax.fori_loop(jnp.int32(0), n_rows, exchange, start)
     weight_jc = weight_cj1[:, 0, :].T.astype(jnp.float32)
     total_bc = old_bjc[:, 0].astype(jnp.float32) * weight_jc[0]
     for j in range(1, n_j):

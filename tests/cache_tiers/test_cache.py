@@ -263,6 +263,14 @@ def test_dense_models_lose_the_deepest_pages_first() -> None:
     e.idle()
 
 
+def test_dense_models_consider_two_candidates_however_long_the_prompt() -> None:
+    e = engine(row_pages=0, check_laws=False)
+    e.run(prompt(1, 20_000))
+    plan = e.run(prompt(1, 20_100))
+    assert [c.end_tokens for c in plan.candidates] == [0, 19_968]
+    assert [w.end_tokens for w in plan.wanted] == [20_032, 20_096]
+
+
 def test_a_cache_that_is_off_only_accounts_pages() -> None:
     e = engine(enabled=False)
     for _ in range(2):

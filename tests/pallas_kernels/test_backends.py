@@ -30,7 +30,9 @@ def test_backend_that_is_not_built_says_which_are(name):
 
 
 def test_unknown_backend_lists_the_names():
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; the names are auto, reference, xla, gpu, tpu"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'cuda'; the names are auto, reference, xla, gpu, tpu"
+    ):
         _experts(backend="cuda")
 
 

@@ -40,7 +40,9 @@ def test_agrees_with_the_reference(case):
         assert_close(got, want, case.dtype)
 
 
-@pytest.mark.parametrize("case", [case for case in SMALL if "bf16" not in case.name], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in SMALL if "bf16" not in case.name], ids=lambda case: case.name
+)
 def test_bits_of_a_token_are_its_own(case):
     """Other tokens, their experts and the token's place change nothing, even when all crowd onto one expert."""
     rng = np.random.default_rng(2)

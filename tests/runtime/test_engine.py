@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 
 from runtime.engine import Engine
-from runtime.engine_builder import EngineOptions, TooFewDevices, build_engine, default_buckets, plan_only
+from runtime.engine_builder import (
+    TRIAL_MARGIN,
+    TRIAL_PAGES,
+    EngineOptions,
+    TooFewDevices,
+    build_engine,
+    default_buckets,
+    plan_only,
+)
 from runtime.memory_plan import DoesNotFit
 from runtime.request import (
     EngineStopped,
@@ -29,6 +37,7 @@ from runtime.request import (
     SamplingParams,
     TokenDelta,
 )
+from runtime.steps import temporary_bytes
 from tests.shared import shared_path
 
 ARENA_PAGES = 41
@@ -143,8 +152,9 @@ def test_other_models_and_meshes(model, ranks):
         for i, collector in enumerate(collectors):
             collector.last()
             assert collector.tokens == list(harness.reference[f"greedy_{i}"])
-        force_preemption(harness.engine, harness)
-        assert harness.engine.stats().compiles_after_ready == 0
+        eight(harness.engine, harness, at_once=8)
+        stats = harness.engine.stats()
+        assert stats.preemptions_total > 0 and stats.compiles_after_ready == 0
         assert harness.engine.drain(10)
     finally:
         harness.engine.stop()
@@ -170,40 +180,43 @@ def test_many_at_once_answer_as_alone(hybrid):
     wait_idle(hybrid.engine)
 
 
-def force_preemption(engine: Engine, harness: Harness) -> list[Collector]:
-    """Eight sequences that need 48 pages of 40."""
-    sampling = replace(GREEDY, max_tokens=220, logprobs=1)
-    collectors = [
-        send(engine, harness.prompt(4)[: 100 + 3 * i], replace(sampling, seed=i, temperature=0.7 * (i % 2)))
-        for i in range(8)
-    ]
+def eight(engine: Engine, harness: Harness, at_once: int) -> list[Collector]:
+    """Eight long answers, so many at once; all eight need 48 pages of the arena's 40."""
+    collectors = []
+    for i in range(8):
+        sampling = replace(GREEDY, max_tokens=220, logprobs=1, seed=i, temperature=0.7 * (i % 2))
+        if i % at_once == 0:
+            for collector in collectors:
+                collector.last(120)
+        collectors.append(send(engine, harness.prompt(4)[: 100 + 3 * i], sampling))
     for collector in collectors:
         assert collector.last(120).finish_reason == "length"
     return collectors
 
 
+@pytest.fixture(scope="module")
+def with_room(hybrid) -> list[Collector]:
+    """The answers where nobody is preempted."""
+    answers = eight(hybrid.engine, hybrid, at_once=4)
+    assert not any(collector.last().times.preemptions for collector in answers)
+    return answers
+
+
 @pytest.mark.parametrize("swap_bytes", [1 << 30, 0, 700_000])
-def test_preempted_sequences_continue_with_the_same_bits(hybrid, swap_bytes):
+def test_preempted_sequences_continue_with_the_same_bits(hybrid, with_room, swap_bytes):
     """With images, without (prompt computed again, tokens replayed), and with room for a few only."""
     wait_idle(hybrid.engine)
     engine = hybrid.again(swap_capacity_bytes=swap_bytes)
     try:
-        crowded = force_preemption(engine, hybrid)
+        crowded = eight(engine, hybrid, at_once=8)
         wait_idle(engine)
         stats = engine.stats()
         assert stats.preemptions_total > 0
         assert (stats.recomputes_total > 0) == (swap_bytes < 1 << 30)
         assert stats.compiles_after_ready == 0
-        sampling = replace(GREEDY, max_tokens=220, logprobs=1)
-        for i, collector in enumerate(crowded):
-            alone = send(
-                engine,
-                hybrid.prompt(4)[: 100 + 3 * i],
-                replace(sampling, seed=i, temperature=0.7 * (i % 2)),
-            )
-            alone.last()
-            assert alone.tokens == collector.tokens
-            assert alone.logprobs == collector.logprobs
+        for one, another in zip(with_room, crowded, strict=True):
+            assert one.tokens == another.tokens
+            assert one.logprobs == another.logprobs
     finally:
         engine.stop()
 
@@ -404,14 +417,16 @@ def test_a_compile_on_the_engine_thread_is_counted(hybrid):
 
 
 def test_nothing_grows_with_the_arena(hybrid):
-    """Every program's temporary stays below the arena: no copy of it anywhere."""
-    pages_bytes = hybrid.engine._steps.state.pages_rnw.nbytes
-    for name, program in hybrid.engine._steps._programs.items():
-        analysis = program.memory_analysis()
+    """No program copies the arena: all alias it, and the plan's trial over an arena three times as large
+    found the same temporary as the programs in use."""
+    steps, plan = hybrid.engine._steps, hybrid.engine.memory_plan
+    pages_bytes = steps.state.pages_rnw.nbytes
+    for name, program in steps._programs.items():
         if name not in ("gather_pages", "gather_row"):
-            assert analysis.alias_size_in_bytes >= pages_bytes, name
-        if not name.startswith("prefill"):
-            assert analysis.temp_size_in_bytes < pages_bytes, name
+            assert program.memory_analysis().alias_size_in_bytes >= pages_bytes, name
+    largest = max(temporary_bytes(steps._programs).values())
+    assert largest == pytest.approx(plan.needs.temporary_bytes / TRIAL_MARGIN, rel=0.03)
+    assert plan.n_pages == ARENA_PAGES < TRIAL_PAGES / 3
 
 
 def test_options_that_cannot_work():
@@ -422,10 +437,11 @@ def test_options_that_cannot_work():
         build_engine(replace(options, max_model_tokens=10**6))
 
 
-def test_too_little_memory_names_the_flags(hybrid):
-    options = replace(options_for("qwen3_5"), device_memory_bytes=1 << 20)
-    with pytest.raises(DoesNotFit, match="--device-memory"):
-        plan_only(options)
+def test_too_little_memory_names_the_flags():
+    options = EngineOptions(model_dir=shared_path("tiny_models/qwen3_5"), device_memory_bytes=1 << 20)
+    for function in (plan_only, build_engine):
+        with pytest.raises(DoesNotFit, match="--device-memory"):
+            function(options)
 
 
 def test_default_buckets():

@@ -165,6 +165,13 @@ def test_before_the_model_is_there_requests_are_told_so(keyless: Client) -> None
     assert code_of(answer) == (503, "unavailable") and answer[1]["retry-after"]
 
 
+def test_heads_have_bounds(keyless: Client) -> None:
+    assert keyless.request("GET", "/health", headers={"x-large": "x" * 7_000})[0] == 200
+    assert keyless.request("GET", "/health", headers={"x-large": "x" * 9_000})[0] == 400
+    assert keyless.request("GET", "/health", headers={f"x-{i}": "x" for i in range(200)})[0] == 400
+    assert keyless.request("GET", "/health?" + "x" * 9_000)[0] in (400, 414)
+
+
 def test_every_answer_has_a_request_id(keyless: Client) -> None:
     for path in ("/health", "/nothing", "/v1/models"):
         assert len(keyless.request("GET", path)[1]["x-request-id"]) == 32

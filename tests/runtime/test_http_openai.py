@@ -1,6 +1,7 @@
 """Does the official OpenAI client get what it expects, streaming and not?"""
 
 import json
+import random
 import threading
 from typing import Any
 
@@ -165,6 +166,39 @@ def test_completion_logprobs_have_offsets_into_the_text(openai_client: OpenAI) -
     assert len(logprobs.tokens or ()) == len(logprobs.token_logprobs or ()) == len(logprobs.text_offset) == 5
     assert all(len(top) == 2 for top in logprobs.top_logprobs or ())
     assert logprobs.text_offset == sorted(logprobs.text_offset) and logprobs.text_offset[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_requests_give_the_same_streamed_and_whole(server: Client, seed: int) -> None:
+    rng = random.Random(seed)
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "".join(rng.choices("abc <|é漢\n", k=rng.randint(0, 40)))}],
+        "max_tokens": rng.randint(1, 40),
+        "temperature": rng.choice([0, 0.7, 1.5]),
+        "seed": rng.randint(-5, 5),
+        "top_k": rng.choice([-1, 3, 50]),
+        "top_p": rng.choice([0.5, 1]),
+        "stop": rng.choice([None, "e", ["a", "in"], list("etaoin"), "\n"]),
+        "include_stop_str_in_output": rng.random() < 0.3,
+        "min_tokens": rng.choice([0, 1]),
+        "n": rng.choice([1, 1, 3]),
+        "frequency_penalty": rng.choice([0, 1.5]),
+        "logprobs": rng.random() < 0.3,
+        "return_token_ids": True,
+    }
+    status, whole = server.post(CHAT, body)
+    assert status == 200, whole
+    chunks = server.events(CHAT, {**body, "stream_options": {"include_usage": True}})
+    assert chunks[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert [i for c in own for i in c.get("token_ids", ())] == choice["token_ids"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert own[-1]["stop_reason"] == choice["stop_reason"]
+        streamed = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert streamed == (choice["logprobs"] or {"content": []})["content"]
+    assert whole["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in whole["choices"])
 
 
 def test_a_completion_stream_joins_to_the_whole(server: Client, openai_client: OpenAI) -> None:

@@ -1,0 +1,29 @@
+"""Which measurement is wanted? `python -m bench decode|prefill|schedule|startup|trace [flags]`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+SUBCOMMANDS = {
+    "decode": "one decode step against the machine's floors",
+    "prefill": "prompts against the machine's floors",
+    "schedule": "running streams while a long prompt is computed",
+    "startup": "from the process's start to the line `ready`",
+    "trace": "the prefix cache on a request trace",
+}
+
+
+def main() -> int:
+    """Returns the exit code."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in SUBCOMMANDS:
+        print("usage: python -m bench NAME [flags]   (python -m bench NAME --help shows the flags)")
+        for known, what in SUBCOMMANDS.items():
+            print(f"  {known:10} {what}")
+        return 0 if name in ("-h", "--help") else 2
+    return importlib.import_module(f"bench.{name}").main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
