@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cache_tiers.arena import PageArena
+from cache_tiers.prefix_cache import PrefixCache
 from runtime.engine import Engine
 from runtime.engine_builder import (
     TRIAL_MARGIN,
@@ -71,7 +73,9 @@ class Harness:
     def again(self, **changes) -> Engine:
         """Another engine on the same programs and device state; the first one must be idle meanwhile."""
         config = replace(self.engine._scheduler.config, **changes)
-        engine = Engine(self.engine._steps, config, tuple(self.engine._eos_token_ids), 64)
+        cache = self.engine._cache
+        fresh = PrefixCache(cache.config, PageArena(cache.arena.capacity + 1), cache.identity)
+        engine = Engine(self.engine._steps, config, fresh, tuple(self.engine._eos_token_ids), 64)
         engine.start()
         return engine
 
@@ -115,7 +119,8 @@ class Collector:
 def send(engine: Engine, prompt, sampling: SamplingParams = GREEDY, name: str | None = None, priority=0):
     collector = Collector()
     name = name or f"r{id(collector)}"
-    engine.submit(GenerationRequest(name, tuple(prompt), sampling, priority), collector)
+    request = GenerationRequest(name, tuple(prompt), sampling, priority, cache_salt=name)  # shares with nobody
+    engine.submit(request, collector)
     return collector
 
 

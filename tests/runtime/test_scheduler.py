@@ -253,7 +253,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     specs=requests,
     n_pages=st.integers(27, 70),
