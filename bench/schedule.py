@@ -9,6 +9,7 @@ the time; the caller's thread submits and waits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -162,7 +163,7 @@ def _request(request_id: str, n_tokens: int, max_tokens: int, rng: np.random.Gen
 
 def _gaps(times_s: Sequence[float], from_s: float, to_s: float) -> list[float]:
     """Between tokens of which the later one came in [from_s, to_s)."""
-    pairs = zip(times_s, times_s[1:], strict=False)
+    pairs = itertools.pairwise(times_s)
     return [later - earlier for earlier, later in pairs if from_s <= later < to_s]
 
 

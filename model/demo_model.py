@@ -107,4 +107,5 @@ def write_model(
         stored[name] = np.asarray(tensor).astype(dtype)
     unfinished = directory / "model.safetensors.part"
     save_file(stored, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors makes files for the owner alone
     unfinished.replace(directory / "model.safetensors")

@@ -166,6 +166,7 @@ def write_random_model(
                 values[name] = random_tensor(name, dims, init, seed, DTYPES[dtype])
                 bar.update()
             save_file(values, directory / file, metadata={"format": "pt"})
+            (directory / file).chmod(0o644)  # safetensors makes files for the owner alone
             weight_map |= dict.fromkeys(values, file)
     n_parameters = sum(prod(dims) for _, dims, _ in tensors)
     if len(shards) > 1:

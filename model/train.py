@@ -328,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = Recipe(**{name: getattr(given, name) for name in asdict(Recipe())})
     if not given.resume and (given.out / "checkpoints").exists():
         parser.error(f"{given.out} holds a run already: give --resume to continue it, or another --out")
-    jax.config.update("jax_compilation_cache_dir", str(given.out / "compiled"))
+    if jax.config.jax_compilation_cache_dir is None:  # a resumed run need not compile again
+        jax.config.update("jax_compilation_cache_dir", str(given.out / "compiled"))
     trainer = Trainer(recipe, given.out, given.corpus)
     if given.resume and trainer.restore():
         print(f"resumed at step {trainer.step}")

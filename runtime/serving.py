@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 import model as model_package
-from model.config import ConfigError, load_config
+from model.config import load_config
 from model.hub import HubError, resolve_model
 from runtime.chat_template import ChatTemplate, load_chat_template
 from runtime.generation import Generator
@@ -49,6 +50,8 @@ HEAD_LIMIT_S = 30.0
 DRAIN_LIMIT_S = 20.0
 CLOSE_LIMIT_S = 2.0
 BUILD_ABORT_LIMIT_S = 10.0
+# Wrappers such as timeout(1) signal the process and its group: within this time both are one wish.
+REPEATED_SIGNAL_S = 0.5
 _PROGRESS_INTERVAL_S = 1.0
 _BUNDLED_NAME = "strata-demo"
 
@@ -90,7 +93,7 @@ class _Serving:
         self._state = ServerState(_model_names(options), version)
         self._stop = asyncio.Event()
         self._aborting = threading.Event()
-        self._n_signals = 0
+        self._first_signal_s: float | None = None
 
     async def run(self) -> int:
         options, state = self._options, self._state
@@ -149,8 +152,10 @@ class _Serving:
         return None if self._state.backend is None else self._state.backend.engine.stats()
 
     def _on_signal(self) -> None:
-        self._n_signals += 1
-        if self._n_signals > 1:
+        now_s = time.monotonic()
+        if self._first_signal_s is None:
+            self._first_signal_s = now_s
+        elif now_s - self._first_signal_s > REPEATED_SIGNAL_S:
             # The user insists: leave at once, whatever still runs.
             os._exit(130)
         self._aborting.set()
@@ -211,7 +216,7 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
     folder = _read_model_folder(options)
     if folder.template is None:
         progress.say("the model has no chat template: only /v1/completions can be used")
-    engine = _engine_call(options, folder.path, progress, build=True)
+    engine = _build_engine(options, folder.path, progress)
     max_model_tokens = engine.max_model_tokens
     limits = ProtocolLimits(
         folder.vocab_size, max_model_tokens, min(MAX_CHOICES_AT_ONCE, options.max_waiting), folder.defaults
@@ -240,36 +245,53 @@ def _read_model_folder(options: ServerOptions) -> _ModelFolder:
         generation_path = path / "generation_config.json"
         generation_config = json.loads(generation_path.read_text()) if generation_path.exists() else {}
         return _ModelFolder(path, vocab_size, tokenizer, template, sampling_defaults(generation_config))
-    except (HubError, ConfigError, OSError, ValueError, KeyError, TypeError) as error:
-        raise StartError(_as_text(error)) from error
+    except (HubError, OSError, ValueError) as error:
+        raise StartError(str(error)) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        # A JSON file of the folder is not shaped as it should be; the text of these says little alone.
+        raise StartError(
+            f"the files of {options.model} are damaged ({type(error).__name__}: {error})"
+        ) from error
 
 
-def _engine_call(options: ServerOptions, model_dir: Path, progress: _ProgressLines, *, build: bool):  # type: ignore[no-untyped-def]
-    """Builds the engine, or only plans its memory. Importing JAX takes a second, so it happens here, when the
-    listener is up and the flags have been found good."""
-    from model.loading import CheckpointError
-    from runtime.devices import set_up_devices
-    from runtime.engine_builder import TooFewDevices, build_engine, plan_only
-    from runtime.memory_plan import DoesNotFit
+def _build_engine(options: ServerOptions, model_dir: Path, progress: _ProgressLines) -> Engine:
+    # Importing JAX takes a second: not before the listener is up and the flags have been found good.
+    from runtime.engine_builder import build_engine
 
-    try:
-        hint = set_up_devices(options.mesh_ranks, options.compile_cache)
-        if hint is not None:
-            print(f"strata-serve: {hint}", file=sys.stderr, flush=True)
-        function = build_engine if build else plan_only
-        return function(_engine_options(options, model_dir), progress)
-    except (ConfigError, CheckpointError, TooFewDevices, DoesNotFit, ValueError, OSError) as error:
-        raise StartError(_as_text(error)) from error
+    with _start_errors():
+        _set_up_devices(options)
+        return build_engine(_engine_options(options, model_dir), progress)
 
 
 def _print_plan(options: ServerOptions) -> int:
-    try:
+    from runtime.engine_builder import plan_only
+
+    with _start_errors():
         model_dir = _model_dir(options)
-    except HubError as error:
-        raise StartError(_as_text(error)) from error
-    plan = _engine_call(options, model_dir, _ProgressLines(threading.Event()), build=False)
+        _set_up_devices(options)
+        plan = plan_only(_engine_options(options, model_dir), _ProgressLines(threading.Event()))
     print(plan.describe(), flush=True)
     return 0
+
+
+def _set_up_devices(options: ServerOptions) -> None:
+    from runtime.devices import set_up_devices
+
+    hint = set_up_devices(options.mesh_ranks, options.compile_cache)
+    if hint is not None:
+        print(f"strata-serve: {hint}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _start_errors() -> Iterator[None]:
+    """What the user can mend becomes a StartError; anything else is a fault of ours and keeps its traceback."""
+    from runtime.engine_builder import TooFewDevices
+    from runtime.memory_plan import DoesNotFit
+
+    try:
+        yield
+    except (HubError, TooFewDevices, DoesNotFit, ValueError, OSError) as error:
+        raise StartError(str(error)) from error
 
 
 def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
@@ -336,11 +358,6 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _as_text(error: Exception) -> str:
-    # A KeyError's text is only the key; an OSError knows its file.
-    return f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error)
 
 
 class _ProgressLines:

@@ -1,8 +1,6 @@
 """Does the trainer learn, resume exactly, and write what the loader reads; and is its forward the model's own maths?"""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -29,10 +27,14 @@ TINY = Recipe(
     batch_tokens=128,
     slice_rows=2,
     row_tokens=32,
-    long_row_tokens=64,
+    long_row_tokens=32,
     long_share=0.2,
     held_out_share=0.1,
 )
+
+
+def one_device() -> jax.sharding.Mesh:
+    return jax.make_mesh((1,), ("tp",), devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +56,16 @@ def test_forward_agrees_with_reference() -> None:
     folder = shared_path("tiny_models/qwen3_5")
     config, reference = load_config(folder), np.load(folder / "reference.npz")
     weights = {name: jnp.asarray(value) for name, value in load_file(folder / "model.safetensors").items()}
-    for i in (1, 3, 4):
-        tokens = jnp.asarray(reference[f"prompt_{i}"])[None]
+    tokens = jnp.asarray(reference["prompt_4"])[None]
+
+    @jax.jit
+    def both(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden = forward.trunk(weights, tokens, config, jnp.float32)
         ahead = forward.mtp_hidden(weights, hidden[:, :-1], tokens[:, 1:], config, jnp.float32)
-        for found, name in ((hidden, "logits"), (ahead, "mtp_logits")):
-            logits = forward.logits(weights, found, jnp.float32)[0]
-            np.testing.assert_allclose(logits, reference[f"{name}_{i}"], atol=5e-4)
+        return forward.logits(weights, hidden, jnp.float32), forward.logits(weights, ahead, jnp.float32)
+
+    for found, name in zip(both(tokens), ("logits_4", "mtp_logits_4"), strict=True):
+        np.testing.assert_allclose(found[0], reference[name], atol=5e-4)
 
 
 def test_attention_gradients() -> None:
@@ -122,9 +127,10 @@ def test_delta_rule_and_gradients_agree_with_token_form() -> None:
         return jax.lax.scan(step, first, jax.tree.map(lambda x: x[0], (q, k, v, log_decay, beta)))[1][None]
 
     arguments = (q, k, v, log_decay, beta)
-    np.testing.assert_allclose(forward.delta_rule(*arguments), by_token(*arguments), atol=2e-5)
-    expected = jax.grad(lambda *a: jnp.sum(by_token(*a) * probe), tuple(range(5)))(*arguments)
-    found = jax.grad(lambda *a: jnp.sum(forward.delta_rule(*a) * probe), tuple(range(5)))(*arguments)
+    np.testing.assert_allclose(jax.jit(forward.delta_rule)(*arguments), by_token(*arguments), atol=2e-5)
+    places = tuple(range(5))
+    expected = jax.jit(jax.grad(lambda *a: jnp.sum(by_token(*a) * probe), places))(*arguments)
+    found = jax.jit(jax.grad(lambda *a: jnp.sum(forward.delta_rule(*a) * probe), places))(*arguments)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
 
@@ -136,7 +142,7 @@ def test_orthogonal_steps_have_singular_values_near_one() -> None:
         assert step.shape == shape
         scale = max(1.0, shape[0] / shape[1]) ** 0.5
         values = np.linalg.svd(np.asarray(step), compute_uv=False) / scale
-        assert 0.4 < values.min() and values.max() < 1.4
+        assert values.min() > 0.4 and values.max() < 1.4
 
 
 def test_rate_rises_stays_and_falls() -> None:
@@ -190,18 +196,17 @@ def test_corpus_without_stories_is_refused(tmp_path: Path) -> None:
 
 
 def test_training_lowers_the_loss_and_exports_what_the_loader_reads(
-    corpus: Path, tmp_path: Path, tp1_mesh: jax.sharding.Mesh, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [f"--{k.replace('_', '-')}={getattr(TINY, k)}" for k in TINY.__dataclass_fields__]
-    with usual_compile_cache():
-        main([f"--corpus={corpus}", f"--out={tmp_path / 'run'}", "--steps=20", *flags])
+    main([f"--corpus={corpus}", f"--out={tmp_path / 'run'}", "--steps=20", *flags])
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["steps"] == 20 and report["held_out"][0]["loss"] < 5.0 < np.log(TINY.vocab_size)
     folder = tmp_path / "run" / "model"
     config = load_config(folder)
     assert config.eos_token_ids == (2, 0) and config.max_position_tokens == 131072
     load_params(
-        folder, config, tp1_mesh, jnp.dtype(jnp.bfloat16)
+        folder, config, one_device(), jnp.dtype(jnp.bfloat16)
     )  # raises for any missing or unexpected name
     stored = load_file(folder / "model.safetensors")
     assert {n: v.shape for n, v in stored.items()} == {n: s for n, s, _ in declared_tensors(config)}
@@ -229,13 +234,3 @@ def test_demo_shape_is_within_its_bounds() -> None:
     config = parse_config(demo_config())
     n_parameters = sum(int(np.prod(shape)) for _, shape, _ in declared_tensors(config))
     assert 5e6 < n_parameters < 8e6 and config.mtp_layers == 1 and config.is_hybrid
-
-
-@contextmanager
-def usual_compile_cache() -> Iterator[None]:
-    """The trainer sets its own compile cache; put the tests' one back."""
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -193,3 +194,32 @@ def test_templates_are_found_in_every_place(tmp_path: Path) -> None:
 def test_a_model_without_a_template_says_what_to_use(tokenizer: PromptTokenizer) -> None:
     with pytest.raises(ApiError, match="--chat-template"):
         PromptBuilder(tokenizer, None, 1000).render([user("x")])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m.x is defined %}{% set m = m.x %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% set m = {'content': m.content ~ '!'} %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% for m in [m, m] %}{{ m.role }}{% endfor %}{{ m.content }}{% else %}none{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ loop.last }}{{ m.content }}{% endfor %}",
+        "{% macro show(m, n=1) %}[{{ m.content }}{{ n }}{{ caller() if caller }}]{% endmacro %}"
+        "{% for m in messages %}{{ show(m) }}{% call show(m, 2) %}x{% endcall %}{% endfor %}",
+        "{% set text %}{% for m in messages %}{{ m.content }},{% endfor %}{% endset %}{{ text | upper }}",
+        "{% filter upper %}{% for m in messages %}{{ m.content }},{% endfor %}{% endfilter %}",
+        "{% for m in messages recursive %}{{ m.content }}{{ loop(m.inner) if m.inner }}{% endfor %}",
+        "{% for m in messages[::-1] %}{{ loop.previtem.role if not loop.first }}{{ m.content }}{% endfor %}",
+        "{% for i in range(messages | length) %}{% set m = messages[i] %}{{ m.content ~ i }}{% endfor %}",
+        "{% for key, value in messages[0].items() %}{{ key }}={{ value }};{% endfor %}",
+        "{% with messages = messages[1:] %}{% for m in messages %}{{ m['content'] }}{% break %}{% endfor %}"
+        "{% endwith %}",
+        "{{ messages | map(attribute='content') | join('/') }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+        "{{ messages[0].content.split('l')[0] + messages[-1].content[:2] }}{{ '-' * 3 }}"
+        "{{ '%s' % 'x' }}{{ '{}'.format(1) }}",
+    ],
+)
+def test_marks_and_bounds_do_not_change_what_a_template_writes(source: str) -> None:
+    messages = [user("hello"), {"role": "assistant", "content": "Ho", "inner": [user("deep")]}, user("x")]
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    assert template(source).render(messages, {}).text == plain.from_string(source).render(messages=messages)
