@@ -8,6 +8,7 @@ n's token has its result of step n+1 dropped, and what it held stays fenced unti
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import threading
@@ -97,6 +98,7 @@ class _Call:
     output: Any
     rows: tuple[tuple[int, Sequence, int], ...]  # (row, sequence, output index)
     with_logprobs: bool
+    with_logits: bool
     checkpoints: tuple[tuple[Sequence, PlannedCheckpoint], ...] = ()
 
 
@@ -183,6 +185,8 @@ class Engine:
         vocab_size = self._steps.static.config.vocab_size
         if not (min(request.prompt_token_ids) >= 0 and max(request.prompt_token_ids) < vocab_size):
             raise ValueError(f"the prompt has a token id outside [0, {vocab_size})")
+        if request.wants_logits_digest and not self._steps.static.return_logits:
+            raise ValueError("this engine was not built to return logits")
         if request.sampling.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
         self._scheduler.check_fits(len(request.prompt_token_ids))
@@ -423,7 +427,7 @@ class Engine:
         checkpoints = tuple(
             (tile.sequence, tile.checkpoint) for tile in call.tiles if tile.checkpoint is not None
         )
-        return _Call(self._steps.prefill(call), rows, _wants_logprobs(rows), checkpoints)
+        return _Call(self._steps.prefill(call), rows, _wants_logprobs(rows), _wants_logits(rows), checkpoints)
 
     def _dispatch_decode(self, call: DecodeCall) -> _Call:
         forced = []
@@ -438,14 +442,14 @@ class Engine:
         if forced:
             self._steps.force_tokens(forced)
         rows = tuple((i, entry.sequence, entry.output_index) for i, entry in enumerate(call.entries))
-        return _Call(self._steps.decode(call), rows, _wants_logprobs(rows))
+        return _Call(self._steps.decode(call), rows, _wants_logprobs(rows), _wants_logits(rows))
 
     # --- completion -------------------------------------------------------------------------------
 
     def _complete(self, pending: _Pending) -> None:
         """Reads a step's tokens, which waits for it, and hands them out call by call."""
         for call in pending.calls:
-            output = self._steps.read(call.output, call.with_logprobs)
+            output = self._steps.read(call.output, call.with_logprobs, call.with_logits)
             now_s = time.monotonic()
             for sequence, checkpoint in call.checkpoints:  # before a sequence that ends gives up its pages
                 self._scheduler.publish(checkpoint, sequence, pending.plan.step)
@@ -486,8 +490,9 @@ class Engine:
             logprobs=_logprobs(sequence, output, row),
             finish_reason=reason,
             stop_token_id=token_id if stops else None,
-            usage=sequence.usage() if reason else None,
+            usage=sequence.usage() if reason or output_index == 0 else None,
             times=sequence.times(now_s) if reason else None,
+            logits_digest=_logits_digest(sequence, output, row),
             receipt=sequence.receipt() if reason else None,
         )
         _, deliver = self._live[sequence.request_id]
@@ -588,6 +593,16 @@ class Engine:
 
 def _wants_logprobs(rows: tuple[tuple[int, Sequence, int], ...]) -> bool:
     return any(sequence.request.sampling.logprobs is not None for _, sequence, _ in rows)
+
+
+def _wants_logits(rows: tuple[tuple[int, Sequence, int], ...]) -> bool:
+    return any(sequence.request.wants_logits_digest for _, sequence, _ in rows)
+
+
+def _logits_digest(sequence: Sequence, output: HostOutput, row: int) -> str | None:
+    if not sequence.request.wants_logits_digest or output.logits_bv is None:
+        return None
+    return hashlib.blake2b(output.logits_bv[row].tobytes(), digest_size=16).hexdigest()
 
 
 def _logprobs(sequence: Sequence, output: HostOutput, row: int) -> tuple[TokenLogprob, ...] | None:

@@ -74,6 +74,8 @@ class GenerationRequest:
     message_ends_tokens: tuple[int, ...] = ()
     """Where the prompt's messages end, ascending, the newest message's end last."""
     wants_receipt: bool = False
+    wants_logits_digest: bool = False
+    """Needs an engine built with `return_logits`: a test switch, so that exactness can be checked from outside."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one request. The last one of a request carries finish_reason, usage, times and receipt.
+    """New tokens of one request. The first one carries usage, the last one
+    finish_reason, usage, times and receipt.
 
     The stop token itself is in `token_ids` (and is named by `stop_token_id`); the server does not
     print it.
@@ -121,5 +124,7 @@ class TokenDelta:
     error: str | None = None
     usage: Usage | None = None
     times: RequestTimes | None = None
+    logits_digest: str | None = None
+    """Of the float32 logits that the (one) new token was chosen from."""
     receipt: Mapping[str, Any] | None = None
     """What the request can say about its use of the cache, where it asked (DESIGN section 9)."""

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,7 @@ class HostOutput:
     logprob_b: np.ndarray | None = None
     top_token_ids_bk: np.ndarray | None = None
     top_logprobs_bk: np.ndarray | None = None
+    logits_bv: np.ndarray | None = None
 
 
 class DeviceSteps:
@@ -335,16 +336,17 @@ class DeviceSteps:
         self.state, output = self._programs[name](self.params, self.state, batch)
         return output
 
-    def read(self, output: StepOutput, with_logprobs: bool) -> HostOutput:
+    def read(self, output: StepOutput, with_logprobs: bool, with_logits: bool = False) -> HostOutput:
         """Waits for a call's results."""
-        if not with_logprobs:
-            return HostOutput(np.asarray(output.token_ids_b))
-        return HostOutput(
-            np.asarray(output.token_ids_b),
-            np.asarray(output.logprob_b),
-            np.asarray(output.top_token_ids_bk),
-            np.asarray(output.top_logprobs_bk),
-        )
+        host = HostOutput(np.asarray(output.token_ids_b))
+        if with_logprobs:
+            host = replace(
+                host,
+                logprob_b=np.asarray(output.logprob_b),
+                top_token_ids_bk=np.asarray(output.top_token_ids_bk),
+                top_logprobs_bk=np.asarray(output.top_logprobs_bk),
+            )
+        return replace(host, logits_bv=np.asarray(output.logits_bv)) if with_logits else host
 
     def swap_out(self, slot: int, page_ids: tuple[int, ...]) -> swap.SwapImage:
         """A byte-exact copy of a slot and its pages in host memory. Waits for the device."""

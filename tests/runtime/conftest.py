@@ -5,11 +5,22 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
+from runtime.engine_builder import build_engine
+from tests.runtime.engine_harness import Harness, options_for
 from tests.runtime.http_client import Client
 from tests.server_process import running_server
 from tests.shared import shared_path
 
 MODEL_LEN_TOKENS = 512
+
+
+@pytest.fixture(scope="session")
+def hybrid() -> Iterator[Harness]:
+    """One set of compiled programs of a hybrid model serves all engine tests."""
+    options = options_for("qwen3_5")
+    harness = Harness(build_engine(options), options.model_dir)
+    yield harness
+    harness.engine.stop()
 
 
 @pytest.fixture(scope="session")

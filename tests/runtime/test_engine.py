@@ -1,25 +1,16 @@
-"""Does the real engine, on tiny models, give every request its own right tokens and lose nothing?
-
-One set of compiled programs per model serves all tests here: an arena of 40 pages, so that preemption
-happens, and one decode bucket, so that a token's bits do not depend on who else runs.
-"""
+"""Does the real engine, on tiny models, give every request its own right tokens and lose nothing?"""
 
 from __future__ import annotations
 
 import queue
 import random
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cache_tiers.arena import PageArena
-from cache_tiers.prefix_cache import PrefixCache
 from runtime.engine import Engine
 from runtime.engine_builder import (
     TRIAL_MARGIN,
@@ -36,104 +27,10 @@ from runtime.request import (
     GenerationRequest,
     PromptTooLong,
     QueueFull,
-    SamplingParams,
-    TokenDelta,
 )
 from runtime.steps import temporary_bytes
+from tests.runtime.engine_harness import ARENA_PAGES, GREEDY, Collector, Harness, options_for, send, wait_idle
 from tests.shared import shared_path
-
-ARENA_PAGES = 41
-GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-
-
-def options_for(model: str, ranks: int = 1) -> EngineOptions:
-    options = EngineOptions(
-        model_dir=shared_path(f"tiny_models/{model}"),
-        mesh_ranks=ranks,
-        max_model_tokens=512,
-        max_concurrency=8,
-        grid_tokens=64,
-        prefill_tokens=256,
-        decode_buckets_rows=(8,),
-        queue_limit=64,
-        swap_bytes=1 << 30,
-    )
-    needs = plan_only(options).needs
-    return replace(options, device_memory_bytes=needs.fixed_bytes + ARENA_PAGES * needs.page_bytes)
-
-
-class Harness:
-    """A started engine and its compiled parts, from which further engines can be made."""
-
-    def __init__(self, engine: Engine, model_dir: Path):
-        self.engine = engine
-        self.reference = np.load(model_dir / "reference.npz")
-        engine.start()
-
-    def again(self, **changes) -> Engine:
-        """Another engine on the same programs and device state; the first one must be idle meanwhile."""
-        config = replace(self.engine._scheduler.config, **changes)
-        cache = self.engine._cache
-        fresh = PrefixCache(cache.config, PageArena(cache.arena.capacity + 1), cache.identity)
-        engine = Engine(self.engine._steps, config, fresh, tuple(self.engine._eos_token_ids), 64)
-        engine.start()
-        return engine
-
-    def prompt(self, i: int) -> tuple[int, ...]:
-        return tuple(int(token) for token in self.reference[f"prompt_{i}"])
-
-
-@pytest.fixture(scope="module")
-def hybrid() -> Iterator[Harness]:
-    options = options_for("qwen3_5")
-    harness = Harness(build_engine(options), options.model_dir)
-    yield harness
-    harness.engine.stop()
-
-
-class Collector:
-    """Receives one request's deltas."""
-
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.done = threading.Event()
-
-    def __call__(self, delta: TokenDelta) -> None:
-        self.deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.done.set()
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.token_ids]
-
-    @property
-    def logprobs(self):
-        return [entry for delta in self.deltas for entry in delta.logprobs or ()]
-
-    def last(self, timeout_s: float = 60) -> TokenDelta:
-        assert self.done.wait(timeout_s), "no end of the request"
-        return self.deltas[-1]
-
-
-def send(engine: Engine, prompt, sampling: SamplingParams = GREEDY, name: str | None = None, priority=0):
-    collector = Collector()
-    name = name or f"r{id(collector)}"
-    request = GenerationRequest(name, tuple(prompt), sampling, priority, cache_salt=name)  # shares with nobody
-    engine.submit(request, collector)
-    return collector
-
-
-def wait_idle(engine: Engine, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        stats = engine.stats()
-        if not engine._has_work() and stats.pages_held == stats.pages_fenced == stats.rows_active == 0:
-            assert stats.pages_free + stats.pages_cached == stats.pages_capacity
-            assert stats.healthy and stats.alive
-            return
-        time.sleep(0.005)
-    pytest.fail(f"not idle: {engine.stats()}")
 
 
 def test_greedy_tokens_are_the_references(hybrid):
@@ -337,7 +234,7 @@ def test_context_end_and_refusals(hybrid):
     assert last.finish_reason == "length" and last.usage.completion_tokens == 3
     with pytest.raises(PromptTooLong) as error:
         send(engine, [1] * engine.max_model_tokens)
-    assert error.value.n_context_tokens == 512
+    assert error.value.n_context_tokens == 1024
     for bad in ([], [512], [-1]):
         with pytest.raises(ValueError):
             send(engine, bad)

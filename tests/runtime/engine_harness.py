@@ -1,0 +1,123 @@
+"""A real engine on a tiny model for tests: an arena of 40 pages, so that preemption and eviction happen, and one
+decode bucket, so that a token's bits do not depend on who else runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_tiers.arena import PageArena
+from cache_tiers.prefix_cache import PrefixCache
+from runtime.engine import Engine
+from runtime.engine_builder import EngineOptions, plan_only
+from runtime.request import GenerationRequest, SamplingParams, TokenDelta
+from runtime.steps import DeviceSteps
+from tests.shared import shared_path
+
+ARENA_PAGES = 41
+GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+
+
+def options_for(model: str, ranks: int = 1) -> EngineOptions:
+    options = EngineOptions(
+        model_dir=shared_path(f"tiny_models/{model}"),
+        mesh_ranks=ranks,
+        max_model_tokens=1024,
+        max_concurrency=8,
+        grid_tokens=64,
+        prefill_tokens=256,
+        decode_buckets_rows=(8,),
+        queue_limit=64,
+        swap_bytes=1 << 30,
+        return_logits=True,
+    )
+    needs = plan_only(options).needs
+    return replace(options, device_memory_bytes=needs.fixed_bytes + ARENA_PAGES * needs.page_bytes)
+
+
+class Harness:
+    """A started engine and its compiled parts, from which further engines can be made."""
+
+    def __init__(self, engine: Engine, model_dir: Path):
+        self.engine = engine
+        self.reference = np.load(model_dir / "reference.npz")
+        engine.start()
+
+    def again(self, cache_changes: dict | None = None, **changes) -> Engine:
+        """Another engine on the same programs, with a device state and a cache of its own."""
+        config = replace(self.engine._scheduler.config, **changes)
+        cache = self.engine._cache
+        cache_config = replace(cache.config, **(cache_changes or {}))
+        fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity)
+        old = self.engine._steps
+        steps = DeviceSteps(old.static, old.params, old.shapes, old._programs)
+        engine = Engine(steps, config, fresh, tuple(self.engine._eos_token_ids), 64)
+        engine.start()
+        return engine
+
+    def prompt(self, i: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in self.reference[f"prompt_{i}"])
+
+
+class Collector:
+    """Receives one request's deltas."""
+
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.done = threading.Event()
+
+    def __call__(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+        if delta.finish_reason is not None:
+            self.done.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def digests(self) -> list[str | None]:
+        return [delta.logits_digest for delta in self.deltas]
+
+    @property
+    def logprobs(self):
+        return [entry for delta in self.deltas for entry in delta.logprobs or ()]
+
+    def last(self, timeout_s: float = 60) -> TokenDelta:
+        assert self.done.wait(timeout_s), "no end of the request"
+        return self.deltas[-1]
+
+
+def send(
+    engine: Engine,
+    prompt,
+    sampling: SamplingParams = GREEDY,
+    name: str | None = None,
+    priority: int = 0,
+    **changes,
+) -> Collector:
+    """Submits a request that shares its prefix with nobody, unless `cache_salt` says so."""
+    collector = Collector()
+    name = name or f"r{id(collector)}"
+    request = GenerationRequest(
+        name, tuple(int(t) for t in prompt), sampling, priority, **{"cache_salt": name, **changes}
+    )
+    engine.submit(request, collector)
+    return collector
+
+
+def wait_idle(engine: Engine, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        stats = engine.stats()
+        if not engine._has_work() and stats.pages_held == stats.pages_fenced == stats.rows_active == 0:
+            assert stats.pages_free + stats.pages_cached == stats.pages_capacity
+            assert stats.healthy and stats.alive
+            return
+        time.sleep(0.005)
+    pytest.fail(f"not idle: {engine.stats()}")

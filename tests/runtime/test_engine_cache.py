@@ -1,0 +1,234 @@
+"""Does a cache hit never change an answer? The real engine, logits compared bit by bit with runs that share nothing.
+
+One decode bucket, so every generated token's logits must have the same bits whether its prompt's beginning was
+computed, restored, or restored while others run.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cache_tiers import laws
+from runtime.engine_builder import build_engine
+from tests.runtime.engine_harness import GREEDY, Collector, Harness, options_for, send, wait_idle
+
+G = 64
+LENGTHS = (G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 7 * G, 7 * G + 1, 14 * G)
+SHORT = replace(GREEDY, max_tokens=12)
+
+
+def prompt_of(seed: int, n_tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 500, n_tokens).tolist()
+
+
+def ask(engine, prompt, salt: str, sampling=SHORT, **changes) -> Collector:
+    return send(
+        engine, prompt, sampling, cache_salt=salt, wants_receipt=True, wants_logits_digest=True, **changes
+    )
+
+
+def credited(collector: Collector) -> int:
+    last = collector.last()
+    assert last.usage.cached_tokens == last.receipt["credited_tokens"] == last.receipt["chosen"]
+    assert collector.deltas[0].usage.cached_tokens == last.usage.cached_tokens
+    assert last.usage.cached_tokens <= last.usage.prompt_tokens - 1
+    assert last.usage.cached_tokens % G == 0
+    return last.usage.cached_tokens
+
+
+def settled(engine) -> None:
+    """Waits until all replies are settled and nothing runs, and checks every law."""
+    wait_idle(engine)
+    engine.call(laws.check).result(10)
+
+
+@pytest.fixture
+def engine(hybrid):
+    """A fresh cache on the shared programs."""
+    engine = hybrid.again()
+    yield engine
+    settled(engine)
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def uncached(hybrid):
+    """What an engine whose cache is off answers; remembered by prompt."""
+    plain = hybrid.again({"enabled": False})
+
+    def answer(prompt, sampling=SHORT) -> Collector:
+        collector = ask(plain, prompt, "off", sampling)
+        assert credited(collector) == 0
+        return collector
+
+    yield answer
+    wait_idle(plain)
+    assert plain.stats().pages_cached == 0
+    plain.stop()
+
+
+def same_answer(one: Collector, other: Collector) -> None:
+    one.last(), other.last()
+    assert one.digests == other.digests
+    assert one.tokens == other.tokens
+
+
+@pytest.mark.parametrize("n_tokens", LENGTHS)
+def test_cold_repeated_extended_and_forked_prompts_give_the_bits_of_a_run_without_cache(
+    engine, uncached, n_tokens
+):
+    prompt = prompt_of(n_tokens, n_tokens)
+    reusable = (n_tokens - 1) // G * G
+    cold = ask(engine, prompt, "a")
+    assert credited(cold) == 0
+    same_answer(cold, uncached(prompt))
+    settled(engine)
+    again = ask(engine, prompt, "a")
+    assert credited(again) == reusable
+    same_answer(again, uncached(prompt))
+    extended = [*prompt, *prompt_of(1, 40)]
+    longer = ask(engine, extended, "a")
+    assert credited(longer) in (reusable, n_tokens // G * G)  # the settled reply may end on the prompt's end
+    same_answer(longer, uncached(extended))
+    forked = [*prompt[: max(1, n_tokens - 30)], *prompt_of(2, 50)]
+    other = ask(engine, forked, "a")
+    assert credited(other) <= reusable
+    same_answer(other, uncached(forked))
+    if reusable:
+        assert again.last().receipt["tier"] == "device" and again.last().receipt["missed_because"] is None
+    foreign = ask(engine, prompt, "b")
+    assert credited(foreign) == 0
+    same_answer(foreign, uncached(prompt))
+
+
+@pytest.mark.parametrize("others", [1, 2, 7])
+def test_a_hit_among_others_keeps_every_bit(engine, uncached, others):
+    prompt = prompt_of(77, 2 * G + 9)
+    ask(engine, prompt, "a").last()
+    settled(engine)
+    noise = [
+        ask(engine, prompt_of(100 + i, 30 + 40 * i), "n", replace(GREEDY, max_tokens=40))
+        for i in range(others)
+    ]
+    time.sleep(0.05)
+    hit = ask(engine, prompt, "a")
+    assert credited(hit) == 2 * G
+    same_answer(hit, uncached(prompt))
+    for collector in noise:
+        collector.last()
+
+
+def test_a_conversation_of_five_turns_reuses_all_and_is_exact(engine, uncached):
+    """Replies are settled between turns: each prompt finds everything up to its last message's end."""
+    tokens, known = prompt_of(5, 150), 0
+    for turn in range(5):
+        answer = ask(engine, tokens, "chat", replace(GREEDY, max_tokens=40))
+        found = credited(answer)
+        same_answer(answer, uncached(tokens, replace(GREEDY, max_tokens=40)))
+        if turn:
+            assert found == known // G * G
+        settled(engine)
+        known = len(tokens) + len(answer.tokens)
+        tokens = [*tokens, *answer.tokens, *prompt_of(50 + turn, 25)]
+
+
+def test_without_settling_the_next_turn_covers_the_reply_itself(hybrid, uncached):
+    engine = hybrid.again()
+    engine._settle_replies = False
+    first = prompt_of(6, 150)
+    reply = ask(engine, first, "a", replace(GREEDY, max_tokens=40))
+    reply.last()
+    second = [*first, *reply.tokens, *prompt_of(7, 30)]
+    answer = ask(engine, second, "a")
+    assert credited(answer) == 2 * G
+    same_answer(answer, uncached(second))
+    engine.stop()
+
+
+def test_settling_gives_way_to_an_arrival(engine, uncached):
+    long_one = ask(engine, prompt_of(8, 500), "a", replace(GREEDY, max_tokens=200))
+    long_one.last()
+    steps_before = engine.stats().steps_total
+    prompt = prompt_of(9, 20)
+    arrival = ask(engine, prompt, "b", replace(GREEDY, max_tokens=1))
+    arrival.last()
+    assert engine.stats().steps_total - steps_before <= 5
+    settled(engine)
+    assert engine.stats().replies_to_settle == 0
+
+
+def test_full_arena_evicts_by_pressure_and_stays_exact(engine, uncached):
+    """Far more conversations than 40 pages hold: evictions happen, answers do not change, nobody is preempted."""
+    prompts = [prompt_of(200 + i, 3 * G + 5) for i in range(16)]
+    for round_ in range(2):
+        for prompt in prompts:
+            answer = ask(engine, prompt, "a", replace(GREEDY, max_tokens=2))
+            answer.last()
+            if round_:
+                same_answer(answer, uncached(prompt, replace(GREEDY, max_tokens=2)))
+    assert engine.cache_counters.n_evictions > 0
+    assert engine.stats().preemptions_total == 0
+    missed = [answer.last().receipt["missed_because"]]
+    assert all(m is None or m["cause"] in ("evicted", "never_stored") for m in missed)
+
+
+def test_cancelled_prefills_publish_nothing_wrong(engine, uncached):
+    rng = np.random.default_rng(4)
+    prompts = [prompt_of(300 + i % 4, 200 + 60 * (i % 4)) for i in range(40)]
+    for i, prompt in enumerate(prompts):
+        ask(engine, prompt, "a", name=f"c{i}")
+        time.sleep(float(rng.uniform(0, 0.03)))
+        engine.cancel(f"c{i}")
+    settled(engine)
+    for prompt in prompts[:4]:
+        answer = ask(engine, prompt, "a")
+        answer.last()
+        same_answer(answer, uncached(prompt))
+
+
+def test_a_flush_is_complete_when_it_answers(engine):
+    prompt = prompt_of(10, 200)
+    ask(engine, prompt, "a").last()
+    settled(engine)
+    engine.call(lambda cache: cache.flush(["device"])).result(10)
+    assert engine.call(lambda cache: cache.arena.n_evictable).result(10) == 0
+    after = ask(engine, prompt, "a")
+    assert credited(after) == 0
+    assert after.last().receipt["missed_because"]["cause"] == "evicted"
+    with pytest.raises(ValueError):
+        engine.call(lambda cache: cache.flush(["tape"])).result(10)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ("qwen3", 1),
+        pytest.param("qwen3_next", 4, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_boundaries_of_other_models(model, ranks):
+    """Dense models too, and over several ranks."""
+    options = options_for(model, ranks)
+    harness = Harness(build_engine(options), options.model_dir)
+    try:
+        for n_tokens in LENGTHS:
+            prompt = prompt_of(n_tokens, n_tokens)
+            cold = ask(harness.engine, prompt, "a")
+            assert credited(cold) == 0
+            wait_idle(harness.engine)
+            again = ask(harness.engine, prompt, "a")
+            assert credited(again) == (n_tokens - 1) // G * G
+            same_answer(cold, again)
+            longer = ask(harness.engine, [*prompt, *prompt_of(3, 70)], "a")
+            fresh = ask(harness.engine, [*prompt, *prompt_of(3, 70)], f"fresh{n_tokens}")
+            assert credited(longer) >= (n_tokens - 1) // G * G and credited(fresh) == 0
+            same_answer(longer, fresh)
+        settled(harness.engine)
+        assert harness.engine.stats().compiles_after_ready == 0
+    finally:
+        harness.engine.stop()
