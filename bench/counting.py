@@ -58,12 +58,13 @@ def decode_work(static: Static, specs: DecoderWeights, n_rows: int, context_toke
 
 def prefill_work(static: Static, specs: DecoderWeights, prompt_tokens: int, tile_tokens: int) -> Work:
     """A prompt from its beginning, in tiles: each tile reads the weights and the entries before it again."""
-    weights_bytes, products_flops = _weights(static, specs, prompt_tokens, logits_rows=1)
+    tile_bytes, _ = _weights(static, specs, min(tile_tokens, prompt_tokens), logits_rows=1)
+    _, products_flops = _weights(static, specs, prompt_tokens, logits_rows=1)
     n_tiles = -(-prompt_tokens // tile_tokens)
     token_bytes = _entry_bytes(static)
     read_tokens = sum(min((i + 1) * tile_tokens, prompt_tokens) for i in range(n_tiles))
     return Work(
-        weights_bytes=weights_bytes * n_tiles,
+        weights_bytes=tile_bytes * n_tiles,
         state_bytes=2 * n_tiles * static.layout.row_bytes * static.layout.ranks,
         entries_bytes=token_bytes * (read_tokens + prompt_tokens),
         products_flops=products_flops,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.machine import LoadMeter
+from bench.machine import MIB, LoadMeter
 from bench.measuring import percentile, spread
 from bench.reporting import common_parser, print_report, use_cache
 from runtime.engine import Engine
@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     add(
         "--repeats", type=int, default=1, help="how often the long prompt is computed, alone and with streams"
     )
+    add("--device-mib", type=int, metavar="N", help="memory for weights, arena and rows (default: automatic)")
     args = parser.parse_args(argv)
     use_cache(args)
     engine = build_engine(
@@ -71,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
             dtype=args.dtype,
             max_model_tokens=args.prompt_tokens + 64,
             max_concurrency=args.streams + 1,
+            device_memory_bytes=None if args.device_mib is None else args.device_mib * MIB,
             grid_tokens=args.grid_tokens,
             prefill_tokens=args.prefill_tokens,
             schedule=args.schedule,

@@ -82,10 +82,10 @@ def _start(args: argparse.Namespace, cache: Path) -> dict[str, Any]:
         used_cores = meter.foreign_cores()  # the server is another process: its own use is in here
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(STOP_LIMIT_S)
+            process.communicate(timeout=STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.communicate()
     if not lines or not lines[-1].text.startswith("ready "):
         raise RuntimeError("the server did not become ready:\n" + "\n".join(line.text for line in lines))
     return {"ready_s": lines[-1].at_s, "phases_s": phases(lines), "cores_in_use": used_cores}

@@ -21,7 +21,7 @@ from model.config import load_config
 from model.decoder import declare_decoder
 from model.loading import load_params
 from model.params import MESH_AXIS, Plan, abstract_params
-from model.state import DeviceState
+from model.state import DeviceState, make_state
 from model.static import Static
 from runtime.request import GenerationRequest, SamplingParams
 from runtime.sequence import Phase, Sequence
@@ -88,8 +88,8 @@ class Workbench:
         compiled = compile_programs({name: programs[name] for name in names})
         self.temporaries_bytes = temporary_bytes(compiled)
         params = load_params(options.model_dir, config, mesh, dtype)
-        self.steps = DeviceSteps(self.static, params, self.shapes, compiled)
-        self.steps.state = _filled(self.steps.state)
+        state = _filled(make_state(self.static, self.shapes.n_pages, self.shapes.n_slots))
+        self.steps = DeviceSteps(self.static, params, state, self.shapes, compiled)
         # Every sequence has its own pages, and they are no run of addresses.
         page_ids = np.random.default_rng(1).permutation(self.shapes.n_pages - 1).astype(np.int32) + 1
         self._page_ids = page_ids.reshape(n_rows, table_pages)

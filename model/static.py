@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -12,6 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model.cache_layout import CacheLayout
 from model.config import ModelConfig
 from model.params import Plan
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shared_trace(function: Function) -> Function:
+    """A layer's function with an argument `static`, traced and lowered once for all layers of equal shapes (XLA
+    inlines the calls): most of a warm start is tracing."""
+    shared: Any = functools.partial(jax.jit, static_argnames="static")(function)
+    return shared
 
 
 @dataclass(frozen=True)

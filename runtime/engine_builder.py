@@ -24,7 +24,7 @@ from model.config import ModelConfig, load_config
 from model.decoder import declare_decoder
 from model.loading import load_params
 from model.params import MESH_AXIS, Plan, abstract_params, bytes_per_rank
-from model.state import state_bytes_per_rank
+from model.state import make_state, state_bytes_per_rank
 from model.static import Static
 from runtime.cache_identity import identity_of
 from runtime.engine import Engine
@@ -132,13 +132,19 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     )
     plan = _plan(setup, memory, progress)
     shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
+    # Filling gigabytes takes a CPU core seconds in which tracing the programs needs only the other one. On an
+    # accelerator it takes no time, and compiling may want the memory.
+    state = make_state(static, shapes.n_pages, shapes.n_slots) if jax.devices()[0].platform == "cpu" else None
     compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
     largest_bytes = max(temporary_bytes(compiled).values())
     if largest_bytes > plan.needs.temporary_bytes:  # another program than those tried needs more
+        state = None
         plan = plan_memory(_needs(setup, memory, largest_bytes))
         shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
         compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
-    steps = DeviceSteps(static, params, shapes, compiled)
+    if state is None:
+        state = make_state(static, shapes.n_pages, shapes.n_slots)
+    steps = DeviceSteps(static, params, state, shapes, compiled)
     layout = static.layout
     scheduler = SchedulerConfig(
         n_slots=shapes.n_slots,

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model import forward
 from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
 from model.rows import restore_row
-from model.state import DeviceState, abstract_state, make_state
+from model.state import DeviceState, abstract_state
 from model.static import Static
 from runtime import swap
 from runtime.batch_building import (
@@ -255,13 +255,14 @@ class DeviceSteps:
         self,
         static: Static,
         params: Any,
+        state: DeviceState,
         shapes: StepShapes,
         compiled: Mapping[str, jax.stages.Compiled],
     ):
         self.static = static
         self.params = params
+        self.state = state  # its buffers are given up with every call
         self.shapes = shapes
-        self.state = make_state(static, shapes.n_pages, shapes.n_slots)
         self._programs = compiled
         self._scratch_slot = shapes.n_slots - 1
         self._vocab_size = static.config.vocab_size

@@ -17,7 +17,7 @@ from model.config import GatedDeltaConfig, ModelConfig
 from model.layers.linear import linear
 from model.params import ParamSpec, Piece, direct, rows, vector
 from model.state import LinearRow
-from model.static import Static
+from model.static import Static, shared_trace
 from pallas_kernels import linear_recurrence
 
 
@@ -171,6 +171,7 @@ def _finish(weights: GatedDeltaWeights, out: jax.Array, z: jax.Array, eps: float
     return linear(gated.reshape(*gated.shape[:2], -1), weights.out, contract=2)
 
 
+@shared_trace
 def mix_tile(
     weights: GatedDeltaWeights,
     x_th: jax.Array,
@@ -214,6 +215,7 @@ def mix_tile(
     return _on_ranks(local, weights, x_th, row, (mixed, z, beta, log_decay), (slot, valid_tokens), static)
 
 
+@shared_trace
 def mix_tokens(
     weights: GatedDeltaWeights, x_bh: jax.Array, row: LinearRow, slots_b: jax.Array, static: Static
 ) -> tuple[jax.Array, LinearRow]:

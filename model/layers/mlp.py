@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from model.config import ModelConfig
 from model.layers.linear import linear
 from model.params import MESH_AXIS, ParamSpec, Piece, direct, whole
-from model.static import Static
+from model.static import Static, shared_trace
 from pallas_kernels import grouped_matmul
 
 
@@ -82,6 +82,7 @@ def declare_moe(config: ModelConfig, prefix: str) -> MoeWeights:
     )
 
 
+@shared_trace
 def dense(weights: DenseWeights, x_th: jax.Array, static: Static) -> jax.Array:
     split = "mlp" in static.plan.split
 
@@ -100,6 +101,7 @@ def _swiglu(weights: DenseWeights, x_th: jax.Array) -> jax.Array:
     return linear(jax.nn.silu(both[:, 0]) * both[:, 1], weights.down)
 
 
+@shared_trace
 def moe(weights: MoeWeights, x_th: jax.Array, static: Static) -> jax.Array:
     """Softmax over all experts, the best k renormalised, plus the gated shared expert."""
     settings = static.config.moe

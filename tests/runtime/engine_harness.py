@@ -13,6 +13,7 @@ import pytest
 
 from cache_tiers.arena import PageArena
 from cache_tiers.prefix_cache import PrefixCache
+from model.state import make_state
 from runtime.engine import Engine
 from runtime.engine_builder import EngineOptions, plan_only
 from runtime.request import GenerationRequest, SamplingParams, TokenDelta
@@ -55,7 +56,8 @@ class Harness:
         cache_config = replace(cache.config, **(cache_changes or {}))
         fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity)
         old = self.engine._steps
-        steps = DeviceSteps(old.static, old.params, old.shapes, old._programs)
+        state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots)
+        steps = DeviceSteps(old.static, old.params, state, old.shapes, old._programs)
         engine = Engine(steps, config, fresh, tuple(self.engine._eos_token_ids), 64)
         engine.start()
         return engine
