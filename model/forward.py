@@ -170,7 +170,9 @@ def _run_tiles(
         pages, rows, last_hidden, kept = carry
         slot, start, valid = tiles.slots_n[i], tiles.start_tokens_n[i], tiles.valid_tokens_n[i]
         table = tiles.page_table_np[i]
-        embedded = embed(params.embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
+        # Tied to this round of the loop: XLA CPU would convert all of a bfloat16 table before it, to look up in.
+        embedding, _ = lax.optimization_barrier((params.embedding, i))
+        embedded = embed(embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
         rotation = attention.rotations(static.config, start + jnp.arange(tile_tokens, dtype=jnp.int32))
 
         def mix(

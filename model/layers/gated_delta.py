@@ -142,17 +142,17 @@ def _grouped_inputs(prefix: str, keys: int, width: _Widths, hidden: int) -> tupl
 
 
 def _project(weights: GatedDeltaWeights, x_th: jax.Array, static: Static) -> tuple[jax.Array, ...]:
-    """conv inputs [T, k, c], z [T, k, r, dv], beta and log decay [T, k, r] float32."""
+    """conv inputs [T, k, c], and in float32 z [T, k, r, dv], beta and log decay [T, k, r]."""
     delta = static.config.gated_delta
     assert delta is not None
     width = _Widths.of(delta)
-    fused = static.constrain(linear(x_th, weights.inputs), None, "linear_heads", None)
+    fused = static.constrain(linear(x_th, weights.inputs, keep_float32=True), None, "linear_heads", None)
     z = fused[..., width.conv : width.conv + width.value]
     gates = fused[..., width.conv + width.value :]
-    beta = jax.nn.sigmoid(gates[..., : width.gate]).astype(jnp.float32)
-    step = jax.nn.softplus(gates[..., width.gate :].astype(jnp.float32) + weights.dt_bias)
+    beta = jax.nn.sigmoid(gates[..., : width.gate])
+    step = jax.nn.softplus(gates[..., width.gate :] + weights.dt_bias)
     z = z.reshape(*z.shape[:2], delta.values_per_key, delta.value_dim)
-    return fused[..., : width.conv], z, beta, -jnp.exp(weights.a_log) * step
+    return fused[..., : width.conv].astype(x_th.dtype), z, beta, -jnp.exp(weights.a_log) * step
 
 
 def _split_conv(y: jax.Array, delta: GatedDeltaConfig, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -162,12 +162,12 @@ def _split_conv(y: jax.Array, delta: GatedDeltaConfig, keys: int) -> tuple[jax.A
     return q, k, v.reshape(y.shape[0], keys * delta.values_per_key, delta.value_dim)
 
 
-def _finish(weights: GatedDeltaWeights, out: jax.Array, z: jax.Array, eps: float) -> jax.Array:
-    """Gated RMSNorm over each value head (plain weight, SiLU gate), then the output projection."""
-    out32 = out.astype(jnp.float32)
-    normed = out32 * lax.rsqrt(jnp.mean(out32 * out32, axis=-1, keepdims=True) + eps)
-    normed = (normed.astype(z.dtype) * weights.norm.astype(z.dtype)).astype(jnp.float32)
-    gated = (normed * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+def _finish(
+    weights: GatedDeltaWeights, out: jax.Array, z: jax.Array, dtype: jnp.dtype, eps: float
+) -> jax.Array:
+    """Gated RMSNorm over each value head (plain weight, SiLU gate) in float32, then the output projection."""
+    normed = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps) * weights.norm
+    gated = (normed * jax.nn.silu(z)).astype(dtype)
     return linear(gated.reshape(*gated.shape[:2], -1), weights.out, contract=2)
 
 
@@ -258,4 +258,4 @@ def _on_ranks(local, weights, x, row, projected, scalars, static):  # type: igno
         (heads, heads, heads, first, tails, heads, *(PartitionSpec(),) * len(scalars)),
         (heads, tails, heads),
     )(mixed, beta, log_decay, weights.conv, row.conv, row.state, *scalars)
-    return _finish(weights, out.astype(x.dtype), z, static.config.norm_eps), LinearRow(conv, state)
+    return _finish(weights, out, z, x.dtype, static.config.norm_eps), LinearRow(conv, state)

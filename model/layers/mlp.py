@@ -97,8 +97,8 @@ def dense(weights: DenseWeights, x_th: jax.Array, static: Static) -> jax.Array:
 
 def _swiglu(weights: DenseWeights, x_th: jax.Array) -> jax.Array:
     """One rank's share: gate and up in one product."""
-    both = linear(x_th, weights.gate_up)
-    return linear(jax.nn.silu(both[:, 0]) * both[:, 1], weights.down)
+    both = linear(x_th, weights.gate_up, keep_float32=True)
+    return linear((jax.nn.silu(both[:, 0]) * both[:, 1]).astype(x_th.dtype), weights.down)
 
 
 @shared_trace
