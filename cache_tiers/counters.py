@@ -25,7 +25,8 @@ class CacheCounters:
     skips: Counter[str] = field(default_factory=Counter)  # reason a checkpoint was not stored
     retries: Counter[str] = field(default_factory=Counter)
     publishes: Counter[str] = field(default_factory=Counter)  # kind of checkpoint
-    restores: Counter[tuple[str, str]] = field(default_factory=Counter)  # tier, outcome: done, aborted
+    restores: Counter[tuple[str, str]] = field(default_factory=Counter)  # tier, outcome: done
+    deferred: int = 0  # lookups given back because the request could not begin yet
     compactions: int = 0
     refills: int = 0
     no_victim: int = 0  # room was wanted and nothing that is not pinned could give it

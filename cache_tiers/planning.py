@@ -50,6 +50,7 @@ class Plan:
     row_page_ids: list[int]  # where the row to restore lies; pinned until the restore is committed
     node: Node | None  # the node restored from
     pending_from_step: int = 0
+    again: bool = False  # the request had been admitted before: its lookup counts no hit
     state: str = OPEN
     published: list[int] = field(default_factory=list)
     restore_s: float | None = None

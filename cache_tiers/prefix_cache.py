@@ -9,8 +9,8 @@ The life of a request
      the front of the sequence's page table) and `plan.row_page_ids` (the packed row; empty where nothing is
      restored or the model has no rows). `plan.restored_tokens` is the one position restored and credited; 0
      is a cold start.
-  2. `cache.abort(plan)` gives everything back if it cannot run now; look up again later with `again=True`,
-     which counts no second lookup (nor a hit: preempted requests are looked up like that too).
+  2. `cache.abort(plan)` gives everything back if it cannot run now; look up again later. A lookup is counted
+     when it is committed; with `again=True` (preempted requests) it is none, and no hit.
   3. Dispatch the restore of the row into the active row, then `cache.commit_restore(plan, last_step=)`
      (also where there is nothing to restore): from here on the sequence owns `plan.page_ids`, the row is no
      longer pinned.
@@ -104,13 +104,7 @@ class PrefixCache:
         plan = self._plan(
             tokens, request_id, "prompt", salt, identity, best_tokens, allowed, message_ends_tokens
         )
-        if again:
-            self.counters.readmissions += 1
-        else:
-            cause = plan.missed_because["cause"] if plan.missed_because else "none"
-            self.counters.looked_up(plan.outcome, cause, plan.chosen.tier, plan.restored_tokens, n_tokens)
-            if cause == "other_identity_or_salt" and not self.config.explain_foreign:
-                plan.missed_because = {"cause": "never_stored"}
+        plan.again = again
         return plan
 
     def settle(
@@ -133,6 +127,7 @@ class PrefixCache:
         """The row has been copied, or its copy is dispatched as step `last_step`. Unpins the row."""
         assert plan.state is OPEN, plan.state
         plan.state, plan.restore_s = RUNNING, restore_s
+        self._count(plan)
         self.arena.release(plan.row_page_ids, last_step)
         plan.row_page_ids = []
         if plan.node is None:
@@ -155,8 +150,7 @@ class PrefixCache:
             return
         self.arena.release(plan.row_page_ids, last_step)
         self.arena.release(plan.page_ids, last_step)
-        if plan.node is not None:
-            self.counters.restores[str(plan.chosen.tier), "aborted"] += 1
+        self.counters.deferred += plan.purpose == "prompt"
         self._close(plan)
 
     def finish(self, plan: Plan, page_ids: Sequence[int], *, last_step: int = -1) -> None:
@@ -253,6 +247,18 @@ class PrefixCache:
         return [inspection.describe(node, self._clock()) for node in path.nodes]
 
     # ---- inside
+
+    def _count(self, plan: Plan) -> None:
+        """One lookup a request, as it was when the request began: not those that had to wait, nor later ones."""
+        if plan.purpose != "prompt":
+            return
+        if plan.again:
+            self.counters.readmissions += 1
+            return
+        cause = plan.missed_because["cause"] if plan.missed_because else "none"
+        self.counters.looked_up(plan.outcome, cause, plan.chosen.tier, plan.restored_tokens, plan.n_tokens)
+        if cause == "other_identity_or_salt" and not self.config.explain_foreign:
+            plan.missed_because = {"cause": "never_stored"}
 
     def _plan(
         self,

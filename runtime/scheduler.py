@@ -8,8 +8,8 @@ been dispatched, which it is right afterwards.
 at the end in tiles of one page. The cut depends on N and on absolute positions alone; a step may hold
 any number of tiles, of any sequences.
 
-**Order.** Priority (lower first), then arrival. Admission is strictly in that order: nobody is overtaken
-while waiting for room. A quarter of the prefill budget is the oldest prompt's, the rest goes to the
+**Order.** Priority (lower first), then arrival. Admission is in that order: nobody is overtaken while waiting
+for room. A quarter of the prefill budget is the oldest prompt's, the rest goes to the
 prompts with the least left to compute, so a short prompt never waits for all of a long one and the long
 one always advances.
 
@@ -20,8 +20,9 @@ into a swap image where the host has room for one, otherwise to be computed agai
 
 **Cache.** Pages come from the prefix cache's arena, which evicts what nobody uses. A sequence that starts a
 prompt looks up its prefix, begins where the restored checkpoint ends, and saves its row where the plan wants a
-checkpoint; the engine reports when that step has finished. A finished reply may be *settled*: recomputed by
-prefill, one grid step at a time, while nothing else is to be done.
+checkpoint; the engine reports when that step has finished. A prompt whose beginning another one is computing
+right now waits for that checkpoint instead of computing it as well; those behind it go on. A finished reply may
+be *settled*: recomputed by prefill, one grid step at a time, while nothing else is to be done.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class Scheduler:
     def publish(self, checkpoint: PlannedCheckpoint, sequence: Sequence, step: int) -> None:
         """The step that saved this checkpoint has finished: it becomes visible, unless the sequence is gone."""
         if sequence.plan is checkpoint.plan:
+            sequence.awaited_ends_tokens.discard(checkpoint.end_tokens)
             self.cache.publish(
                 checkpoint.plan, checkpoint.end_tokens, sequence.page_ids, checkpoint.row_page_ids
             )
@@ -215,17 +217,36 @@ class Scheduler:
 
     def _admit(self, step: int) -> list[Admission]:
         admissions = []
-        while self.queue and self.slots.n_free:
-            sequence = self.queue[0]
+        for sequence in list(self.queue):
+            if not self.slots.n_free:
+                break
             if not sequence.has_swap_image and self._unread_outputs(sequence):
                 break  # its last token is still being computed; it can be replayed once that is read
             plan = None if sequence.has_swap_image else self._look_up(sequence)
-            if not self._has_room(sequence, plan):
+            waits = plan is not None and self._is_on_its_way(plan)
+            if waits or not self._has_room(sequence, plan):
                 if plan is not None:
                     self.cache.abort(plan)
+                if waits:
+                    continue
                 break
             admissions.append(self._take_in(sequence, plan, step))
         return admissions
+
+    def _is_on_its_way(self, plan: Plan) -> bool:
+        """Whether an admitted sequence is about to publish a deeper checkpoint of this prompt."""
+        grid_tokens, digests = self.config.grid_tokens, plan.path.digests
+        for other in self.admitted:
+            for end_tokens in other.awaited_ends_tokens:
+                step = end_tokens // grid_tokens - 1
+                if (
+                    end_tokens > plan.restored_tokens
+                    and step < len(digests)
+                    and other.plan is not None
+                    and other.plan.path.digests[step] == digests[step]
+                ):
+                    return True
+        return False
 
     def _look_up(self, sequence: Sequence) -> Plan:
         plan = self._planned.pop(sequence, None)
@@ -262,13 +283,14 @@ class Scheduler:
         page_ids = self.cache.reserve_pages(self._image_pages(sequence))
         if slots is None or page_ids is None:
             raise BrokenLaw("admission found no room although it had looked")
-        self.queue.pop(0)
+        self.queue.remove(sequence)
         sequence.slot = slots[0]
         row_page_ids = tuple(plan.row_page_ids) if plan is not None else ()
         if plan is not None:
             page_ids = plan.page_ids
             self.cache.commit_restore(plan, last_step=step)
             sequence.plan = plan
+            sequence.awaited_ends_tokens = {wanted.end_tokens for wanted in plan.wanted}
             if sequence.first_plan is None:
                 sequence.first_plan = plan
                 sequence.cached_tokens = plan.restored_tokens
@@ -344,10 +366,11 @@ class Scheduler:
 
     def _checkpoint(self, sequence: Sequence, end_tokens: int) -> PlannedCheckpoint | None:
         """The checkpoint to take at the end of a tile; None where none is wanted or no room can be made."""
-        if sequence.plan is None or end_tokens not in sequence.wanted_ends_tokens:
+        if sequence.plan is None or end_tokens not in sequence.awaited_ends_tokens:
             return None
         row_page_ids = self.cache.reserve_row()
         if row_page_ids is None:
+            sequence.awaited_ends_tokens.remove(end_tokens)
             return None
         return PlannedCheckpoint(sequence.plan, end_tokens, tuple(row_page_ids))
 
@@ -467,6 +490,7 @@ class Scheduler:
         if sequence.plan is not None:
             self.cache.finish(sequence.plan, sequence.page_ids, last_step=sequence.last_step)
             sequence.plan = None
+            sequence.awaited_ends_tokens.clear()
         else:
             self.cache.release(sequence.page_ids, last_step=sequence.last_step)
         self.slots.release([sequence.slot], sequence.last_step)

@@ -62,6 +62,7 @@ class Sequence:
     settles: bool = False  # recomputes a finished reply for the cache; nobody waits for it
     plan: Plan | None = None  # its use of the prefix cache, from admission until it gives back its pages
     first_plan: Plan | None = None  # the one that its receipt tells of
+    awaited_ends_tokens: set[int] = field(default_factory=set)  # checkpoints that it will still publish
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -101,11 +102,6 @@ class Sequence:
     def masks_stops(self) -> bool:
         """Whether its stop ids are masked at all, for its first `min_tokens` outputs."""
         return self.request.sampling.min_tokens > 0 and bool(self.stop_ids)
-
-    @property
-    def wanted_ends_tokens(self) -> frozenset[int]:
-        """Where a checkpoint is to be taken on the way."""
-        return frozenset(w.end_tokens for w in self.plan.wanted) if self.plan is not None else frozenset()
 
     def settled_by(self, step: int) -> bool:
         """Whether its last tile has run once this step has finished."""

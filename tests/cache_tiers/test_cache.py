@@ -18,7 +18,8 @@ from tests.cache_tiers.test_cases import G, chat, engine
 def missed(e: FakeEngine, tokens: list[int], **lookup: Any) -> dict[str, Any] | None:
     running = e.admit(tokens, **lookup)
     assert running is not None
-    e.cache.abort(running.plan)
+    e.cache.commit_restore(running.plan)
+    e.cache.finish(running.plan, running.plan.page_ids)
     return running.plan.missed_because
 
 

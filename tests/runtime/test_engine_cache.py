@@ -122,6 +122,17 @@ def test_a_hit_among_others_keeps_every_bit(engine, uncached, others):
         collector.last()
 
 
+def test_equal_prompts_at_once_are_computed_once(engine, uncached):
+    prompt = prompt_of(11, 6 * G + 20)
+    before = engine.stats().prefill_tokens_total
+    choices = [ask(engine, prompt, "a") for _ in range(4)]
+    found = sorted(credited(choice) for choice in choices)
+    assert found == [0, 6 * G, 6 * G, 6 * G]
+    assert engine.stats().prefill_tokens_total - before == len(prompt) + 3 * 20
+    for choice in choices:
+        same_answer(choice, uncached(prompt))
+
+
 def test_a_conversation_of_five_turns_reuses_all_and_is_exact(engine, uncached):
     """Replies are settled between turns: each prompt finds everything up to its last message's end."""
     tokens, known = prompt_of(5, 150), 0
