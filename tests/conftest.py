@@ -10,6 +10,7 @@ import jax
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+pytest_plugins = ("tests.shared_server",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.runtime.conftest import MODEL_LEN_TOKENS
 from tests.runtime.http_client import Client
+from tests.shared_server import MODEL_LEN_TOKENS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.conftest import MODEL_LEN_TOKENS
 from tests.runtime.http_client import Client
+from tests.shared_server import MODEL_LEN_TOKENS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
