@@ -6,6 +6,9 @@ request, on the event loop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from runtime.detokenizer import IncrementalDecoder, TokenBytes
 from runtime.request import TokenDelta, Usage
 from runtime.serve_request import ChoiceDelta, ServeRequest
@@ -18,6 +21,7 @@ class ChoiceAssembler:
     def __init__(self, index: int, request: ServeRequest, token_bytes: TokenBytes, n_prompt_tokens: int):
         self.finished = False
         self.usage = Usage(n_prompt_tokens, 0)
+        self._receipt: Mapping[str, Any] | None = None
         self._index = index
         self._request = request
         self._token_bytes = token_bytes
@@ -28,6 +32,7 @@ class ChoiceAssembler:
         """The visible part of `delta`; None once the choice has finished."""
         if self.finished:
             return None
+        self._receipt = delta.receipt or self._receipt
         cached_tokens = delta.usage.cached_tokens if delta.usage else self.usage.cached_tokens
         text, n_tokens, match = self._show(delta)
         self.usage = Usage(
@@ -55,6 +60,8 @@ class ChoiceAssembler:
             stop_reason,
             error=(delta.error or "generation failed") if delta.finish_reason == "error" else None,
             times=delta.times,
+            logits_digests=(delta.logits_digest,) if delta.logits_digest is not None else (),
+            receipt=self._receipt if self.finished else None,
         )
 
     def _show(self, delta: TokenDelta) -> tuple[str, int, StopMatch | None]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -235,6 +236,16 @@ class Engine:
             self._lock.notify_all()
         return future
 
+    def flush(self, tiers: SequenceOf[str]) -> Future[None]:
+        """Empties these tiers. Once the future is done nothing that was there can be matched, and no reply of
+        before is settled any more. The future raises ValueError for an unknown tier."""
+
+        def work(cache: PrefixCache) -> None:
+            cache.flush(tiers)
+            self._interrupt_settling(forget_all=True)
+
+        return self.call(work)
+
     @property
     def cache_counters(self) -> CacheCounters:
         """Written by the engine thread; single counts may be read from any."""
@@ -287,7 +298,7 @@ class Engine:
                 self._last_turn_s = time.monotonic()
             arrivals, self._inbox = self._inbox, deque()
             cancels, self._cancels = self._cancels, set()
-            calls, self._calls = self._calls, deque()
+            n_calls = len(self._calls)
             stopping, draining = self._stopping, self._draining
         if arrivals or draining or stopping:
             self._interrupt_settling(draining or stopping)
@@ -295,11 +306,16 @@ class Engine:
             self._add(request, arrival_s)
         for request_id in cancels:
             self._cancel_now(request_id)
-        for function, future in calls:
+        for _ in range(n_calls):
+            function, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # its caller has gone
             try:
                 future.set_result(function(self._cache))
-            except ValueError as error:  # a wrong argument is its caller's; anything else stops the engine
+            except Exception as error:
                 future.set_exception(error)
+                if not isinstance(error, ValueError):  # a wrong argument is its caller's
+                    raise
         return not stopping
 
     def _has_work(self) -> bool:
@@ -493,7 +509,8 @@ class Engine:
             usage=sequence.usage() if reason or output_index == 0 else None,
             times=sequence.times(now_s) if reason else None,
             logits_digest=_logits_digest(sequence, output, row),
-            receipt=sequence.receipt() if reason else None,
+            # What the receipt tells is complete by then, and a stop string may end the answer unannounced.
+            receipt=sequence.receipt() if reason or output_index == 0 else None,
         )
         _, deliver = self._live[sequence.request_id]
         if reason:
@@ -561,9 +578,14 @@ class Engine:
 
     def _settle(self) -> None:
         with self._lock:
+            self._stopping = True  # no call comes after these
+            calls, self._calls = self._calls, deque()
             self._stats = self._snapshot()
             self._idle = True
             self._lock.notify_all()
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStopped(self._failure or "the engine has stopped"))
 
     def _snapshot(self) -> EngineStats:
         scheduler = self._scheduler

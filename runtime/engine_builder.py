@@ -76,6 +76,7 @@ class EngineOptions:
     cache_policy: str = "recency"
     settle_replies: bool = True
     reuse_generated: bool = False
+    explain_foreign: bool = True  # may a receipt say that another salt has the prompt's beginning?
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
             policy=options.cache_policy,
             enabled=options.prefix_cache,
             reuse_generated=options.reuse_generated,
+            explain_foreign=options.explain_foreign,
         ),
         PageArena(plan.n_pages),
         identity_of(static, setup.grid_tokens, options.model_dir),

@@ -13,16 +13,29 @@ import hashlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from cache_tiers.counters import CacheCounters
+from cache_tiers.prefix_cache import PrefixCache
 from runtime.api_errors import context_too_long, prompt_takes_too_long, queue_full, unavailable
 from runtime.choice import ChoiceAssembler
+from runtime.detokenizer import TokenBytes
 from runtime.metrics import ServerMetrics
+from runtime.openai_protocol import ProtocolLimits
 from runtime.prompts import PromptBuilder
 from runtime.request import EngineStopped, GenerationRequest, PromptTooLong, QueueFull, TokenDelta, Usage
-from runtime.serve_request import Answer, ChoiceDelta, RenderedPrompt, ServeRequest, total_usage
+from runtime.serve_request import (
+    Answer,
+    ChatPrompt,
+    ChoiceDelta,
+    RenderedPrompt,
+    ServeRequest,
+    TextPrompts,
+    total_usage,
+)
 from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 
 if TYPE_CHECKING:
@@ -41,6 +54,13 @@ class TokenEngine(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def cache_counters(self) -> CacheCounters: ...
+
+    def call(self, function: Callable[[PrefixCache], Any]) -> Future[Any]: ...
+
+    def flush(self, tiers: Sequence[str]) -> Future[None]: ...
 
 
 class DeltaBridge:
@@ -112,6 +132,9 @@ class Generation:
                 ),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                message_ends_tokens=prompt.message_end_tokens,
+                wants_receipt=request.cache_receipt,
+                wants_logits_digest=request.logits_digests,
             )
             assembler = ChoiceAssembler(index, request, builder.tokenizer.token_bytes, len(prompt.token_ids))
             self._assemblers.append(assembler)
@@ -190,7 +213,7 @@ class Generator:
 
     async def start(self, request: ServeRequest, response_id: str) -> Generation:
         """Renders, tokenises, checks lengths, submits. Raises ApiError before anything has been written."""
-        prompts = await self._prepare(request)
+        prompts = await self.render(request.prompt, request.prompt_field)
         self._check_lengths(request, prompts)
         generation = Generation(Answer(request, response_id, int(time.time()), prompts))
         try:
@@ -206,15 +229,16 @@ class Generator:
             ) from None
         return generation
 
-    async def _prepare(self, request: ServeRequest) -> tuple[RenderedPrompt, ...]:
+    async def render(self, prompt: ChatPrompt | TextPrompts, field: str) -> tuple[RenderedPrompt, ...]:
+        """Templates and tokenises on a worker. Raises ApiError; `field` is the one that it names."""
         if self._n_preparing >= self._max_preparing:
             self._metrics.refused("queue_full")
             raise queue_full()
         self._n_preparing += 1
         try:
-            return await self._workers.run(self._builder.build, request.prompt)
+            return await self._workers.run(self._builder.build, prompt)
         except TimeLimitExceeded:
-            raise prompt_takes_too_long(request.prompt_field) from None
+            raise prompt_takes_too_long(field) from None
         finally:
             self._n_preparing -= 1
 
@@ -224,6 +248,16 @@ class Generator:
         for prompt in prompts:
             if len(prompt.token_ids) + wanted > limit:
                 raise context_too_long(len(prompt.token_ids), wanted, limit, request.prompt_field)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What there is once the model has been loaded."""
+
+    engine: TokenEngine
+    generator: Generator
+    limits: ProtocolLimits
+    token_bytes: TokenBytes
 
 
 def fold_seed(seed: int, choice: int) -> int:

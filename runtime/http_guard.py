@@ -25,6 +25,8 @@ from runtime.openai_output import error_object
 log = logging.getLogger("strata.http")
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+# The key that let the request in; absent where none is needed.
+API_KEY: web.RequestKey[str] = web.RequestKey("api_key", str)
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _MAX_ID_CHARS = 128
 _CORS_HEADERS = (
@@ -42,6 +44,7 @@ class Access(Enum):
 
     OPEN = "open"
     METRICS = "metrics"
+    ADMIN = "admin"
     KEY = "key"
 
 
@@ -53,6 +56,7 @@ class GuardRules:
     origins: frozenset[str]
     key_digests: tuple[bytes, ...]
     metrics_key_digests: tuple[bytes, ...]
+    admin_key_digests: tuple[bytes, ...] = ()
 
 
 def guard_rules(
@@ -61,6 +65,7 @@ def guard_rules(
     origins: Iterable[str],
     api_keys: Iterable[str],
     metrics_keys: Iterable[str],
+    admin_keys: Iterable[str] = (),
 ) -> GuardRules:
     """On a loopback address only loopback names are accepted as Host (DNS rebinding), and those allowed."""
     allowed = frozenset(name.lower() for name in allowed_hosts)
@@ -69,6 +74,7 @@ def guard_rules(
         origins=frozenset(origin.rstrip("/") for origin in origins),
         key_digests=tuple(map(_digest, api_keys)),
         metrics_key_digests=tuple(map(_digest, metrics_keys)),
+        admin_key_digests=tuple(map(_digest, admin_keys)),
     )
 
 
@@ -82,16 +88,26 @@ class Guard:
     def __init__(self, rules: GuardRules):
         self._rules = rules
 
+    @property
+    def serves_admin(self) -> bool:
+        """Whether there is a key for the admin routes; without one they do not exist."""
+        return bool(self._rules.admin_key_digests)
+
     def route(self, handler: Handler, access: Access = Access.KEY) -> Handler:
         """The handler behind the key it needs; the route itself carries the rule, never a look at the URL."""
-        digests = self._rules.key_digests
+        if access is Access.ADMIN:
+            if not self.serves_admin:
+                raise ValueError("an admin route without an admin key")
+            digests = self._rules.admin_key_digests
+        else:
+            digests = self._rules.key_digests
         if access is Access.METRICS:
             digests += self._rules.metrics_key_digests
         if access is Access.OPEN or not digests:
             return handler
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            _check_key(request, digests)
+            request[API_KEY] = _check_key(request, digests)
             return await handler(request)
 
         return checked
@@ -183,7 +199,8 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason or "The request failed.", code="bad_request")
 
 
-def _check_key(request: web.Request, digests: tuple[bytes, ...]) -> None:
+def _check_key(request: web.Request, digests: tuple[bytes, ...]) -> str:
+    """The key that the request carries, if it is one of these. Raises ApiError 401."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     given_digest = _digest(given)
@@ -196,6 +213,7 @@ def _check_key(request: web.Request, digests: tuple[bytes, ...]) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return given
 
 
 def _digest(key: str) -> bytes:

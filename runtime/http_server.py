@@ -18,10 +18,11 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from cache_tiers.identity import tenant_salt
 from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable, unknown_model
-from runtime.detokenizer import TokenBytes
-from runtime.generation import Generation, Generator, TokenEngine
-from runtime.http_guard import REQUEST_ID, Access, Guard, Handler
+from runtime.generation import Backend, Generation
+from runtime.http_admin import AdminRoutes
+from runtime.http_guard import API_KEY, REQUEST_ID, Access, Guard, Handler
 from runtime.json_body import decode_object
 from runtime.metrics import CONTENT_TYPE, ServerMetrics
 from runtime.openai_output import DONE, AnswerEncoder, ChatEncoder, CompletionEncoder, error_object, event
@@ -48,16 +49,6 @@ Phase = Literal["starting", "ready", "draining", "failed"]
 Parser = Callable[[Mapping[str, Any], ProtocolLimits], ParsedRequest]
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What there is once the model has been loaded."""
-
-    engine: TokenEngine
-    generator: Generator
-    limits: ProtocolLimits
-    token_bytes: TokenBytes
-
-
 @dataclass
 class ServerState:
     """`phase` and `backend` change from the event loop alone. `model_names` may hold `*`."""
@@ -81,6 +72,7 @@ class HttpServer:
         *,
         max_body_bytes: int,
         stall_limit_s: float,
+        isolate_keys: bool = False,
     ):
         self._state = state
         self._guard = guard
@@ -88,6 +80,7 @@ class HttpServer:
         self._workers = workers
         self._max_body_bytes = max_body_bytes
         self._stall_limit_s = stall_limit_s
+        self._isolate_keys = isolate_keys
         self._logged_fields: set[str] = set()
 
     def application(self) -> web.Application:
@@ -104,6 +97,8 @@ class HttpServer:
             ("GET", "/ready", self.ready, Access.OPEN),
             ("GET", "/ping", self.health, Access.OPEN),
         )
+        if self._guard.serves_admin:
+            routes += AdminRoutes(self._ready_backend, isolate_keys=self._isolate_keys).routes()
         for method, path, handler, access in routes:
             app.router.add_route(method, path, self._guard.route(handler, access))
         return app
@@ -124,7 +119,12 @@ class HttpServer:
         backend = self._ready_backend()
         parsed = await self._parse(body, parse, backend.limits)
         self._note(parsed)
-        serve_request = self._with_model(parsed.request)
+        serve_request = dataclasses.replace(
+            self._with_model(parsed.request),
+            cache_salt=tenant_salt(
+                parsed.request.cache_salt, request.get(API_KEY) if self._isolate_keys else None
+            ),
+        )
         response_id = f"{id_prefix}-{secrets.token_hex(12)}"
         generation = await backend.generator.start(serve_request, response_id)
         try:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from cache_tiers.counters import CacheCounters
+from runtime.cache_metrics import cache_metrics
 from runtime.request import RequestTimes
 from runtime.vllm_metrics import VllmMetrics
 
@@ -26,20 +28,21 @@ _REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 60
 
 
 class ServerMetrics:
-    """Counts what HTTP sees. `snapshot` gives the engine's numbers, or None before there is an engine."""
+    """Counts what HTTP sees. `snapshot` and `cache` give the engine's numbers, or None before there is one."""
 
     def __init__(
         self,
         model_name: str,
         version: str,
         snapshot: Callable[[], EngineStats | None],
+        cache: Callable[[], CacheCounters | None],
         *,
         compat_vllm: bool = False,
     ):
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
         self._vllm = VllmMetrics(model_name, registry) if compat_vllm else None
-        registry.register(_EngineCollector(model_name, version, snapshot, self._vllm))
+        registry.register(_EngineCollector(model_name, version, snapshot, cache, self._vllm))
         self._finished = Counter(
             "strata_requests_finished", "Choices that ended, by finish reason.", ["reason"], registry=registry
         )
@@ -100,7 +103,7 @@ class ServerMetrics:
 
     def request_finished(self, elapsed_s: float, prompt_tokens: int, cached_tokens: int) -> None:
         if self._vllm is not None:
-            self._vllm.request_finished(elapsed_s, prompt_tokens, cached_tokens)
+            self._vllm.request_finished(elapsed_s, prompt_tokens)
         self._request_s.observe(elapsed_s)
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
@@ -115,11 +118,13 @@ class _EngineCollector:
         model_name: str,
         version: str,
         snapshot: Callable[[], EngineStats | None],
+        cache: Callable[[], CacheCounters | None],
         vllm: VllmMetrics | None,
     ):
         self._model_name = model_name
         self._version = version
         self._snapshot = snapshot
+        self._cache = cache
         self._vllm = vllm
 
     def collect(self) -> Iterable[Metric]:
@@ -128,12 +133,13 @@ class _EngineCollector:
         )
         info.add_metric([self._model_name, self._version], 1)
         yield info
-        stats = self._snapshot()
-        if stats is None:
+        stats, cache = self._snapshot(), self._cache()
+        if stats is None or cache is None:
             return
         yield from _own_metrics(stats)
+        yield from cache_metrics(stats, cache)
         if self._vllm is not None:
-            yield from self._vllm.of_engine(stats)
+            yield from self._vllm.of_engine(stats, cache)
 
 
 def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
@@ -145,13 +151,10 @@ def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily("strata_rows_active", "Active rows in use.", value=stats.rows_active)
     yield GaugeMetricFamily("strata_rows_capacity", "Active rows there are.", value=stats.rows_capacity)
-    yield _by_label(
-        "strata_pages",
-        "Pages of the device arena by use.",
-        "use",
-        {"entries": stats.pages_held, "rows": 0, "free": stats.pages_free, "fenced": stats.pages_fenced},
+    yield GaugeMetricFamily("strata_swap_bytes", "Swap images held in host memory.", value=stats.swap_bytes)
+    yield GaugeMetricFamily(
+        "strata_swap_capacity_bytes", "What swap images may take.", value=stats.swap_capacity_bytes
     )
-    yield GaugeMetricFamily("strata_pages_capacity", "Pages of the device arena.", value=stats.pages_capacity)
     yield GaugeMetricFamily("strata_engine_alive", "1 while the engine thread runs.", value=int(stats.alive))
     yield GaugeMetricFamily(
         "strata_last_step_age_seconds", "Seconds since the last engine step.", value=stats.last_step_age_s
@@ -161,6 +164,13 @@ def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
         ("strata_prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens_total),
         ("strata_generated_tokens", "Tokens generated.", stats.generated_tokens_total),
         ("strata_preemptions", "Running requests set aside for lack of memory.", stats.preemptions_total),
+        ("strata_recomputes", "Preempted requests that had no swap image.", stats.recomputes_total),
+        ("strata_stalls", "Times a sequence sat out a step for lack of pages.", stats.stalls_total),
+        (
+            "strata_cancelled",
+            "Requests whose client had gone or that a stop string ended.",
+            stats.cancelled_total,
+        ),
         ("strata_compiles_after_ready", "Programs compiled after ready.", stats.compiles_after_ready),
     ):
         yield CounterMetricFamily(name, text, value=value)

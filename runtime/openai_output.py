@@ -102,13 +102,15 @@ class AnswerEncoder:
             for choice in self._opening(index):
                 yield self._chunk(choice, Usage(delta.usage.prompt_tokens, 0, delta.usage.cached_tokens))
         request = self._request
-        ids_wanted = request.return_token_ids and bool(delta.token_ids)
+        ids_wanted = (request.return_token_ids or request.logits_digests) and bool(delta.token_ids)
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
         if delta.text or ids_wanted or logprobs or (request.continuous_usage and delta.token_ids):
             choice = {"index": index, **self._piece(delta.text[:_MAX_TEXT_CHARS]), "logprobs": logprobs}
             choice["finish_reason"] = None
             if request.return_token_ids:
                 choice["token_ids"] = delta.token_ids
+            if request.logits_digests:
+                choice["logits_digests"] = delta.logits_digests
             yield self._chunk(choice, delta.usage)
             for start in range(_MAX_TEXT_CHARS, len(delta.text), _MAX_TEXT_CHARS):
                 piece = self._piece(delta.text[start : start + _MAX_TEXT_CHARS])
@@ -118,6 +120,8 @@ class AnswerEncoder:
         if delta.finish_reason is not None:
             choice = {"index": index, **self._piece(""), "logprobs": None}
             choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+            if request.cache_receipt:
+                choice["cache_receipt"] = delta.receipt
             yield self._chunk(choice, delta.usage)
 
     def _chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
@@ -168,6 +172,10 @@ class AnswerEncoder:
         if self._request.return_token_ids:
             choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
             choice["prompt_token_ids"] = self._answer.prompt_of(index).token_ids
+        if self._request.logits_digests:
+            choice["logits_digests"] = [digest for delta in deltas for digest in delta.logits_digests]
+        if self._request.cache_receipt:
+            choice["cache_receipt"] = deltas[-1].receipt
         return choice
 
     def _token_text(self, token_id: int) -> str:

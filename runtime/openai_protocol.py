@@ -29,7 +29,7 @@ _MAX_TEMPLATE_LIST_ITEMS = 64
 _CONSTRAINING = frozenset(
     "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar regex ebnf"
     " json_schema functions function_call prompt_logprobs suffix use_beam_search logits_processors bad_words"
-    " allowed_token_ids truncate_prompt_tokens audio modalities prediction return_logits_digest".split()
+    " allowed_token_ids truncate_prompt_tokens audio modalities prediction".split()
 )
 # The server sets these itself when it renders.
 _RESERVED_TEMPLATE_NAMES = frozenset(
@@ -61,12 +61,13 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class ProtocolLimits:
-    """What the served model allows."""
+    """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults)."""
 
     vocab_size: int
     max_model_tokens: int
     max_choices: int
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    logits_digests: bool = False
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
@@ -157,6 +158,8 @@ def _request(
         echo=echo,
         priority=_priority(fields),
         cache_salt=_cache_salt(fields),
+        cache_receipt=fields.boolean("cache_receipt"),
+        logits_digests=_logits_digests(fields, limits),
     )
 
 
@@ -238,6 +241,13 @@ def _cache_salt(fields: Fields) -> str | None:
     if salt == "":
         raise invalid_value("cache_salt", f"must have 1 to {_MAX_SALT_CHARS} characters")
     return salt
+
+
+def _logits_digests(fields: Fields, limits: ProtocolLimits) -> bool:
+    wanted = fields.boolean("return_logits_digest")
+    if wanted and not limits.logits_digests:
+        raise invalid_value("return_logits_digest", "needs a server that was started with --enable-faults")
+    return wanted
 
 
 def _prompts(fields: Fields, limits: ProtocolLimits) -> tuple[str | tuple[int, ...], ...]:

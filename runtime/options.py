@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, cast
 
+from cache_tiers.policy import POLICIES
 from runtime.http_guard import is_loopback
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
@@ -42,9 +43,15 @@ class ServerOptions:
     schedule: Schedule
     decode_buckets_rows: tuple[int, ...] | None
     kernels: str
+    prefix_cache: bool
+    settle_replies: bool
+    cache_policy: str
     plan_only: bool
     api_keys: tuple[str, ...]
     metrics_keys: tuple[str, ...]
+    admin_keys: tuple[str, ...]
+    isolate_keys: bool
+    enable_faults: bool
     allowed_hosts: tuple[str, ...]
     cors_origins: tuple[str, ...]
     insecure: bool
@@ -105,6 +112,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
             f" below --max-concurrency {args.max_concurrency};"
             " add a bucket that large, or lower --max-concurrency"
         )
+    _check_keys(parser, args)
     if args.served_model_name == ("*",):
         parser.error("--served-model-name: '*' needs a name beside it, such as my-model,*")
     return ServerOptions(
@@ -122,9 +130,15 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         schedule=cast(Schedule, args.schedule),
         decode_buckets_rows=args.decode_buckets,
         kernels=args.kernels,
+        prefix_cache=args.prefix_cache == "on",
+        settle_replies=args.settle_replies == "on",
+        cache_policy=args.cache_policy,
         plan_only=args.plan_only,
         api_keys=tuple(args.api_key),
         metrics_keys=tuple(args.metrics_key),
+        admin_keys=tuple(args.admin_key),
+        isolate_keys=args.isolate_keys,
+        enable_faults=args.enable_faults,
         allowed_hosts=args.allowed_hosts,
         cors_origins=args.cors_origins,
         insecure=args.insecure,
@@ -136,6 +150,18 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         metrics_compat_vllm=args.metrics_compat == "vllm",
         offline=args.offline,
     )
+
+
+def _check_keys(parser: _Parser, args: argparse.Namespace) -> None:
+    """Flags about keys that make sense only together."""
+    if args.enable_admin and not args.admin_key:
+        parser.error("--enable-admin: the admin routes need a key of their own; add --admin-key KEY")
+    if args.admin_key and not args.enable_admin:
+        parser.error("--admin-key: the admin routes are off; add --enable-admin")
+    if set(args.admin_key) & {*args.api_key, *args.metrics_key}:
+        parser.error("--admin-key: this key is an --api-key or a --metrics-key too; take another one")
+    if args.isolate_keys and not args.api_key:
+        parser.error("--isolate-keys: there are no keys to tell apart; add --api-key KEY for each client")
 
 
 def _build_parser(version: str, cache_home: Path) -> _Parser:
@@ -173,6 +199,9 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--schedule", choices=("balanced", "prefill", "decode"), default="balanced")
     add("--decode-buckets", type=_buckets, metavar="1,2,4", help="batch sizes of decode steps")
     add("--kernels", choices=("auto", "reference", "xla", "gpu", "tpu"), default="auto")
+    add("--prefix-cache", choices=("on", "off"), default="on", help="reuse prompts' beginnings")
+    add("--settle-replies", choices=("on", "off"), default="on", help="cache replies while idle")
+    add("--cache-policy", choices=POLICIES, default="recency", help="what is evicted first")
     add("--plan-only", action="store_true", help="print the memory plan and exit")
     add(
         "--compile-cache",
@@ -190,6 +219,10 @@ def _add_server_flags(parser: _Parser) -> None:
     add("--port", type=_count(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
     add("--api-key", type=_key, action="append", default=[], metavar="KEY", help="may be given several times")
     add("--metrics-key", type=_key, action="append", default=[], metavar="KEY", help="opens /metrics alone")
+    add("--isolate-keys", action="store_true", help="each API key has a prefix cache of its own")
+    add("--enable-admin", action="store_true", help="serve /admin/..., with --admin-key alone")
+    add("--admin-key", type=_key, action="append", default=[], metavar="KEY", help="opens /admin/ alone")
+    add("--enable-faults", action="store_true", help="allow test switches in requests")
     add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="more Host headers to accept")
     add("--cors-origins", type=_origins, default=(), metavar="A,B", help="web pages that may call")
     add("--insecure", action="store_true", help="allow other machines to call without a key")

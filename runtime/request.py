@@ -109,7 +109,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one request. The first one carries usage, the last one
+    """New tokens of one request. The first one carries usage and receipt, the last one
     finish_reason, usage, times and receipt.
 
     The stop token itself is in `token_ids` (and is named by `stop_token_id`); the server does not

@@ -52,6 +52,8 @@ class ServeRequest:
     echo: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    cache_receipt: bool = False
+    logits_digests: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -91,8 +93,8 @@ class Answer:
 @dataclass(frozen=True)
 class ChoiceDelta:
     """What one choice gained: visible text and the tokens behind it. The last one carries `finish_reason`,
-    and `stop_reason` where a stop string or one of the request's stop ids ended it. `usage` is the running
-    count.
+    and `stop_reason` where a stop string or one of the request's stop ids ended it, and the cache receipt
+    where one was asked for. `usage` is the running count. `logits_digests` is one for each token, where asked.
     """
 
     index: int
@@ -104,6 +106,8 @@ class ChoiceDelta:
     stop_reason: str | int | None = None
     error: str | None = None
     times: RequestTimes | None = None
+    logits_digests: tuple[str, ...] = ()
+    receipt: Mapping[str, Any] | None = None
 
 
 def total_usage(usages: list[Usage], n: int) -> Usage:

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 import model as model_package
+from cache_tiers.counters import CacheCounters
 from model.config import load_config
 from model.hub import HubError, resolve_model
 from runtime.chat_template import ChatTemplate, load_chat_template
-from runtime.generation import Generator
+from runtime.generation import Backend, Generator
 from runtime.http_guard import Guard, guard_rules
-from runtime.http_server import Backend, HttpServer, ServerState
+from runtime.http_server import HttpServer, ServerState
 from runtime.metrics import ServerMetrics
 from runtime.openai_protocol import ProtocolLimits, SamplingDefaults, sampling_defaults
 from runtime.options import ServerOptions
@@ -102,10 +103,19 @@ class _Serving:
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, self._on_signal)
         rules = guard_rules(
-            options.host, options.allowed_hosts, options.cors_origins, options.api_keys, options.metrics_keys
+            options.host,
+            options.allowed_hosts,
+            options.cors_origins,
+            options.api_keys,
+            options.metrics_keys,
+            options.admin_keys,
         )
         metrics = ServerMetrics(
-            state.model_names[0], self._version, self._stats, compat_vllm=options.metrics_compat_vllm
+            state.model_names[0],
+            self._version,
+            self._stats,
+            self._cache_counters,
+            compat_vllm=options.metrics_compat_vllm,
         )
         workers = WorkerPool(PROMPT_THREADS, PROMPT_LIMIT_S)
         http = HttpServer(
@@ -115,6 +125,7 @@ class _Serving:
             workers,
             max_body_bytes=options.max_body_bytes,
             stall_limit_s=options.stall_limit_s,
+            isolate_keys=options.isolate_keys,
         )
         runner = web.AppRunner(
             http.application(),
@@ -150,6 +161,9 @@ class _Serving:
 
     def _stats(self) -> EngineStats | None:
         return None if self._state.backend is None else self._state.backend.engine.stats()
+
+    def _cache_counters(self) -> CacheCounters | None:
+        return None if self._state.backend is None else self._state.backend.engine.cache_counters
 
     def _on_signal(self) -> None:
         now_s = time.monotonic()
@@ -219,7 +233,11 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
     engine = _build_engine(options, folder.path, progress)
     max_model_tokens = engine.max_model_tokens
     limits = ProtocolLimits(
-        folder.vocab_size, max_model_tokens, min(MAX_CHOICES_AT_ONCE, options.max_waiting), folder.defaults
+        folder.vocab_size,
+        max_model_tokens,
+        min(MAX_CHOICES_AT_ONCE, options.max_waiting),
+        logits_digests=options.enable_faults,
+        defaults=folder.defaults,
     )
     return _Loaded(engine, PromptBuilder(folder.tokenizer, folder.template, max_model_tokens), limits)
 
@@ -310,6 +328,11 @@ def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
         decode_buckets_rows=options.decode_buckets_rows,
         kernels=options.kernels,
         queue_limit=options.max_waiting,
+        return_logits=options.enable_faults,
+        prefix_cache=options.prefix_cache,
+        cache_policy=options.cache_policy,
+        settle_replies=options.settle_replies,
+        explain_foreign=not options.isolate_keys,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from cache_tiers.counters import CacheCounters
 from runtime.request import RequestTimes
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ class VllmMetrics:
         self._prefill_s = histogram("request_prefill_time_seconds")
         self._decode_s = histogram("request_decode_time_seconds")
         self._prompt_tokens = counter("prompt_tokens")
-        self._queried_tokens = counter("prefix_cache_queries")
-        self._hit_tokens = counter("prefix_cache_hits")
         self._success = Counter(
             "vllm:request_success", "As in vLLM.", ["finished_reason", *_LABELS], registry=registry
         )
@@ -61,14 +60,12 @@ class VllmMetrics:
                 self._prefill_s.observe(times.first_token_s - times.admitted_s)
                 self._decode_s.observe(times.finished_s - times.first_token_s)
 
-    def request_finished(self, elapsed_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+    def request_finished(self, elapsed_s: float, prompt_tokens: int) -> None:
         self._whole_s.observe(elapsed_s)
         self._prompt_tokens.inc(prompt_tokens)
-        self._queried_tokens.inc(prompt_tokens)
-        self._hit_tokens.inc(cached_tokens)
 
-    def of_engine(self, stats: EngineStats) -> Iterator[Metric]:
-        """What is read from the engine's snapshot."""
+    def of_engine(self, stats: EngineStats, cache: CacheCounters) -> Iterator[Metric]:
+        """What is read from the engine's snapshot. As in vLLM, pages that only the cache holds are not in use."""
         used = stats.pages_held / stats.pages_capacity if stats.pages_capacity else 0.0
         for name, value in (
             ("num_requests_running", stats.running),
@@ -81,6 +78,8 @@ class VllmMetrics:
         for name, value in (
             ("generation_tokens", stats.generated_tokens_total),
             ("num_preemptions", stats.preemptions_total),
+            ("prefix_cache_queries", cache.looked_up_tokens),
+            ("prefix_cache_hits", sum(dict(cache.reused_tokens).values())),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", "As in vLLM.", labels=_LABELS)
             counter.add_metric([self._model_name], value)

@@ -12,6 +12,7 @@ from tests.server_process import running_server
 from tests.shared import shared_path
 
 MODEL_LEN_TOKENS = 512
+ADMIN_KEY = "admin-key"
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,7 @@ def server_arguments() -> list[str]:
         *("--device-memory", "64MiB", "--max-model-len", str(MODEL_LEN_TOKENS)),
         *("--max-concurrency", "4", "--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "64"),
         *("--max-waiting", "40", "--max-body", "1MiB"),
+        *("--enable-admin", "--admin-key", ADMIN_KEY, "--enable-faults"),
     ]
 
 

@@ -36,7 +36,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # The files of runtime that hold, move or compute device arrays, or choose the devices.
-RUNTIME_FILES_WITH_JAX = {"steps.py", "swap.py", "transfers.py", "devices.py", "engine_builder.py"}
+RUNTIME_FILES_WITH_JAX = {
+    *("steps.py", "swap.py", "transfers.py", "devices.py", "engine_builder.py"),
+    "cache_identity.py",  # reads its version and the device kind
+}
 
 
 def imported_roots(path: Path) -> set[str]:

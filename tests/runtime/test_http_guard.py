@@ -25,12 +25,15 @@ PAGE = "https://page.example"
 
 @contextmanager
 def running(
-    host: str = "127.0.0.1", keys: tuple[str, ...] = (), allowed_hosts: tuple[str, ...] = ()
+    host: str = "127.0.0.1",
+    keys: tuple[str, ...] = (),
+    allowed_hosts: tuple[str, ...] = (),
+    admin_keys: tuple[str, ...] = (),
 ) -> Iterator[Client]:
     """The application with these rules; `host` is what the rules believe it listens on."""
-    rules = guard_rules(host, allowed_hosts, (PAGE,), keys, ("metrics-key",) if keys else ())
+    rules = guard_rules(host, allowed_hosts, (PAGE,), keys, ("metrics-key",) if keys else (), admin_keys)
     workers = WorkerPool(1, 1.0)
-    metrics = ServerMetrics("tiny", "1", lambda: None)
+    metrics = ServerMetrics("tiny", "1", lambda: None, lambda: None)
     state = ServerState(("tiny",), "1")
     http = HttpServer(state, Guard(rules), metrics, workers, max_body_bytes=1000, stall_limit_s=60)
     loop = asyncio.new_event_loop()
@@ -57,7 +60,7 @@ def running(
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Client]:
-    with running(keys=("first-key", "second-key")) as client:
+    with running(keys=("first-key", "second-key"), admin_keys=("admin-key",)) as client:
         yield client
 
 
@@ -109,6 +112,35 @@ def test_the_metrics_key_opens_metrics_alone(keyed: Client) -> None:
     headers = {"Authorization": "Bearer metrics-key"}
     assert keyed.request("GET", "/metrics", headers=headers)[0] == 200
     assert keyed.request("GET", "/v1/models", headers=headers)[0] == 401
+
+
+ADMIN_ROUTES = [
+    *(
+        ("POST", path)
+        for path in ("/admin/cache/flush", "/flush_cache", "/reset_prefix_cache", "/admin/cache")
+    ),
+    ("GET", "/admin/cache"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+def test_admin_routes_take_the_admin_key_alone(
+    keyed: Client, keyless: Client, method: str, path: str
+) -> None:
+    body = b"{}" if method == "POST" else None
+    for key in ("first-key", "metrics-key", "", "wrong"):
+        answer = keyed.request(method, path, body, {**JSON_TYPE, "Authorization": f"Bearer {key}"})
+        assert code_of(answer) == (401, "invalid_api_key")
+    answer = keyed.request(method, path, body, {**JSON_TYPE, "Authorization": "Bearer admin-key"})
+    assert code_of(answer) == (503, "unavailable")  # let in, but there is no model here
+    assert code_of(keyless.request(method, path, body)) == (404, "not_found")
+
+
+def test_the_admin_key_opens_nothing_else(keyed: Client) -> None:
+    headers = {**JSON_TYPE, "Authorization": "Bearer admin-key"}
+    assert keyed.request("GET", "/v1/models", headers=headers)[0] == 401
+    assert keyed.request("POST", CHAT, b"{}", headers)[0] == 401
+    assert keyed.request("GET", "/metrics", headers=headers)[0] == 401
 
 
 @pytest.mark.parametrize(

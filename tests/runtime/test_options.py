@@ -35,6 +35,18 @@ def test_flags_reach_their_fields() -> None:
     assert options.compile_cache is None
 
 
+def test_the_caches_flags() -> None:
+    options = parse()
+    assert options.prefix_cache and options.settle_replies and options.cache_policy == "recency"
+    assert not (options.isolate_keys or options.enable_faults or options.admin_keys)
+    options = parse(
+        *("--prefix-cache", "off", "--settle-replies", "off", "--cache-policy", "lru", "--api-key", "a"),
+        *("--isolate-keys", "--enable-admin", "--admin-key", "b", "--enable-faults"),
+    )
+    assert not options.prefix_cache and not options.settle_replies and options.cache_policy == "lru"
+    assert options.isolate_keys and options.enable_faults and options.admin_keys == ("b",)
+
+
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("7", 7), ("1KiB", 1024), ("512MiB", 2**29), ("2.5 GiB", 5 * 2**29), ("1TiB", 2**40)],
@@ -67,6 +79,12 @@ def test_sizes_take_binary_units(text: str, size_bytes: int) -> None:
         (["--api-key", "with space"], "--api-key"),
         (["--chat-template", "no/such/file"], "--chat-template: there is no file no/such/file"),
         (["--stall-limit", "nan"], "--stall-limit"),
+        (["--cache-policy", "best"], "--cache-policy: invalid choice: 'best' (choose from"),
+        (["--prefix-cache", "yes"], "--prefix-cache"),
+        (["--enable-admin"], "--enable-admin: the admin routes need a key of their own; add --admin-key KEY"),
+        (["--admin-key", "k"], "--admin-key: the admin routes are off; add --enable-admin"),
+        (["--enable-admin", "--admin-key", "k", "--api-key", "k"], "--admin-key: this key is an --api-key"),
+        (["--isolate-keys"], "--isolate-keys: there are no keys to tell apart"),
         (["--model"], "--model"),
     ],
     ids=lambda value: str(value)[:40],

@@ -1,0 +1,113 @@
+"""What may an operator ask of the running server's cache?
+
+The routes under /admin and their aliases; there only with an admin key of their own (http_guard). Handlers run
+on the event loop; what they ask of the cache runs on the engine thread between two steps, and is awaited here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from cache_tiers.identity import tenant_salt
+from cache_tiers.index import TIERS
+from cache_tiers.prefix_cache import PrefixCache
+from runtime.api_errors import invalid_value, unavailable
+from runtime.generation import Backend
+from runtime.http_guard import Access, Handler
+from runtime.json_body import Fields, check_token_ids, decode_object
+from runtime.request import EngineStopped
+from runtime.serve_request import TextPrompts
+
+Route = tuple[str, str, Handler, Access]
+
+
+class AdminRoutes:
+    """`ready_backend` gives the backend or raises ApiError 503."""
+
+    def __init__(self, ready_backend: Callable[[], Backend], *, isolate_keys: bool):
+        self._ready_backend = ready_backend
+        self._isolate_keys = isolate_keys
+
+    def routes(self) -> tuple[Route, ...]:
+        return (
+            ("POST", "/admin/cache/flush", self.flush, Access.ADMIN),
+            ("POST", "/flush_cache", self.flush, Access.ADMIN),
+            ("POST", "/reset_prefix_cache", self.flush, Access.ADMIN),
+            ("GET", "/admin/cache", self.summary, Access.ADMIN),
+            ("POST", "/admin/cache", self.tree, Access.ADMIN),
+        )
+
+    async def flush(self, request: web.Request) -> web.Response:
+        """Empties the tiers named in `tiers`, all where none is; answers when nothing of it can be matched."""
+        tiers = (await _fields(request)).array("tiers", len(TIERS))
+        for i, tier in enumerate(tiers or ()):
+            if tier not in TIERS:
+                raise invalid_value(f"tiers[{i}]", f"there is no tier {tier!r}; one of {', '.join(TIERS)}")
+        wanted = TIERS if tiers is None else tuple(tiers)
+        try:
+            await asyncio.wrap_future(self._ready_backend().engine.flush(wanted))
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
+        return _json({"flushed": wanted})
+
+    async def summary(self, request: web.Request) -> web.Response:
+        """Counts over the whole cache; with `token_ids` (comma-separated) the tree of that prefix."""
+        if "token_ids" not in request.query:
+            return _json(await self._ask(PrefixCache.summary))
+        texts = request.query["token_ids"].split(",")
+        if not all(text.isascii() and text.isdecimal() and len(text) <= 10 for text in texts):
+            raise invalid_value("token_ids", "must be token ids with commas between them")
+        return await self._tree(
+            Fields(
+                {"token_ids": [int(text) for text in texts], "cache_salt": request.query.get("cache_salt")}
+            )
+        )
+
+    async def tree(self, request: web.Request) -> web.Response:
+        """The known nodes of one prefix: of `token_ids`, or of the text `prompt`, under `cache_salt`."""
+        return await self._tree(await _fields(request))
+
+    async def _tree(self, fields: Fields) -> web.Response:
+        backend = self._ready_backend()
+        salt = self._salt(fields)
+        text = fields.string("prompt", max_chars=2**31)
+        ids = fields.array("token_ids", 2**31)
+        if (text is None) == (ids is None):
+            raise invalid_value("token_ids", "send either token_ids or prompt")
+        if ids is not None:
+            token_ids = check_token_ids(ids, "token_ids", backend.limits.vocab_size)
+        else:
+            (prompt,) = await backend.generator.render(TextPrompts((text or "",)), "prompt")
+            token_ids = prompt.token_ids
+        nodes = await self._ask(partial(PrefixCache.tree, tokens=token_ids, salt=salt))
+        return _json({"prompt_tokens": len(token_ids), "nodes": nodes})
+
+    def _salt(self, fields: Fields) -> str | None:
+        api_key = fields.string("api_key")
+        if api_key is not None and not self._isolate_keys:
+            raise invalid_value(
+                "api_key", "keys share the cache here: the server runs without --isolate-keys"
+            )
+        return tenant_salt(fields.string("cache_salt"), api_key)
+
+    async def _ask(self, function: Callable[[PrefixCache], Any]) -> Any:
+        try:
+            return await asyncio.wrap_future(self._ready_backend().engine.call(function))
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
+
+
+async def _fields(request: web.Request) -> Fields:
+    """The body's fields; an empty body has none. Only keyed requests get here, so its type may be any."""
+    body = await request.read()
+    return Fields(decode_object(body) if body else {})
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
