@@ -1,4 +1,4 @@
-"""Which measurement is wanted? `python -m bench decode|prefill|schedule|startup|trace [flags]`."""
+"""Which measurement is wanted? `python -m bench NAME [flags]`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ SUBCOMMANDS = {
     "prefill": "prompts against the machine's floors",
     "schedule": "running streams while a long prompt is computed",
     "startup": "from the process's start to the line `ready`",
+    "messages": "the first token of the same prompt as few and as many messages",
+    "restore": "the first token after a hit against cold, and against what must be done for it",
     "trace": "the prefix cache on a request trace",
 }
 

@@ -1,0 +1,52 @@
+"""Do the measurements of first tokens run to their end and report what they promise? No figure is judged here."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from bench import messages, restore
+from tests.shared import shared_path
+
+SMALL = (
+    *("--grid-tokens", "64", "--prefill-tokens", "64"),
+    *("--device-mib", "64", "--rounds", "2", "--json"),
+)
+
+
+def _report(capsys: pytest.CaptureFixture[str], module: Any, *flags: str) -> dict[str, Any]:
+    model = str(shared_path("tiny_models/qwen3_5"))
+    assert module.main(["--model", model, *flags, *SMALL]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_messages_compares_few_and_many_of_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _report(capsys, messages, "--tokens", "448", "--messages", "4", "20")
+    few, many = report["results"]
+    assert (few["message_ends"], many["message_ends"]) == (4, 20)
+    assert few["cold_ratio"]["median"] == few["warm_ratio"]["median"] == 1
+    assert many["cold_ratio"]["median"] > 0
+    for result in (few, many):
+        assert abs(result["prompt_tokens"] - 480) <= messages.NEAR_TOKENS
+        assert result["warm_cached_tokens"]["min"] == 448
+        assert result["checkpoints_published"]["max"] <= 4
+
+
+def test_restore_reports_the_ratio_to_its_target(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _report(capsys, restore, "--tokens", "330", "--copy-mib", "1")
+    assert (report["prompt_tokens"], report["restored_tokens"]) == (320, 256)
+    assert report["moved_bytes"] > 0
+    parts_s = report["moved_bytes"] / report["copy_bytes_s"]["max"] + report["grid_step_s"]["min"]
+    assert report["target_s"]["min"] >= 1.25 * parts_s + 0.005
+    assert report["hit_to_target"]["median"] > 0
+
+
+@pytest.mark.parametrize("n_messages", [1, 4, 33])
+def test_conversations_have_the_wanted_length(n_messages: int) -> None:
+    args = argparse.Namespace(model=shared_path("tiny_models/qwen3_5"))
+    prompt = messages.conversation(messages.prompt_builder(args, 4096), n_messages, 1056)
+    assert abs(len(prompt.token_ids) - 1056) <= messages.NEAR_TOKENS
+    assert len(prompt.message_end_tokens) == n_messages
+    with pytest.raises(ValueError, match="cannot be made"):
+        messages.conversation(messages.prompt_builder(args, 4096), 300, 1056)
