@@ -28,7 +28,7 @@ def run(url: str, *flags: str, out: Path) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("flags", [(), ("--grid-tokens", "64", "--others", "2")])
+@pytest.mark.parametrize("flags", [(), ("--grid-tokens", "64", "--others", "2", "--fixed-bucket")])
 def test_this_server_passes(server: Client, tmp_path: Path, flags: tuple[str, ...]) -> None:
     code, report = run(server.url, *flags, out=tmp_path / "report.json")
     assert code == 0, report
@@ -37,6 +37,7 @@ def test_this_server_passes(server: Client, tmp_path: Path, flags: tuple[str, ..
     assert lengths == [G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 7 * G, 7 * G + 1]
     assert report["skipped_lengths_tokens"] == [14 * G]
     assert report["counts"]["exact"] == report["counts"]["rows"] == 32
+    assert report["counts"]["digests_compared"] == 32 * report["answer_tokens"]
     for row in report["rows"]:
         if row["case"] == "repeated":
             assert row["cached_tokens"] == (row["length_tokens"] - 1) // G * G
