@@ -205,13 +205,32 @@ def test_a_flush_is_complete_when_it_answers(engine):
     prompt = prompt_of(10, 200)
     ask(engine, prompt, "a").last()
     settled(engine)
-    engine.call(lambda cache: cache.flush(["device"])).result(10)
+    engine.flush(["device"]).result(10)
     assert engine.call(lambda cache: cache.arena.n_evictable).result(10) == 0
     after = ask(engine, prompt, "a")
     assert credited(after) == 0
     assert after.last().receipt["missed_because"]["cause"] == "evicted"
-    with pytest.raises(ValueError):
-        engine.call(lambda cache: cache.flush(["tape"])).result(10)
+    with pytest.raises(ValueError, match="tape"):
+        engine.flush(["tape"]).result(10)
+
+
+def test_a_flush_forgets_the_replies_that_wait_to_be_settled(engine):
+    """Otherwise they would be computed and found again after the flush had answered."""
+    prompts = [prompt_of(20 + i, 200) for i in range(4)]
+    answers = [ask(engine, prompt, "a", replace(SHORT, max_tokens=70)) for prompt in prompts]
+    for answer in answers:
+        answer.last()
+    engine.flush(["device"]).result(10)
+    settled(engine)
+    assert engine.call(lambda cache: (cache.arena.n_evictable, len(cache.index.nodes))).result(10) == (0, 0)
+
+
+def test_a_call_whose_caller_has_gone_is_left_out(engine):
+    calls = [engine.call(lambda cache: cache.counters.n_lookups) for _ in range(200)]
+    for call in calls[::2]:
+        call.cancel()
+    assert all(call.result(10) == 0 for call in calls[1::2])
+    assert engine.stats().healthy
 
 
 @pytest.mark.parametrize(

@@ -3,59 +3,16 @@
 The application itself on a real socket, with no model behind it: what passes the guard gets a 503.
 """
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-from aiohttp import web
 
-from runtime.http_guard import Guard, guard_rules
-from runtime.http_server import HttpServer, ServerState
-from runtime.metrics import ServerMetrics
-from runtime.worker_pool import WorkerPool
+from tests.runtime.http_application import PAGE, running
 from tests.runtime.http_client import Client
 
 CHAT = "/v1/chat/completions"
 JSON_TYPE = {"Content-Type": "application/json"}
-PAGE = "https://page.example"
-
-
-@contextmanager
-def running(
-    host: str = "127.0.0.1",
-    keys: tuple[str, ...] = (),
-    allowed_hosts: tuple[str, ...] = (),
-    admin_keys: tuple[str, ...] = (),
-) -> Iterator[Client]:
-    """The application with these rules; `host` is what the rules believe it listens on."""
-    rules = guard_rules(host, allowed_hosts, (PAGE,), keys, ("metrics-key",) if keys else (), admin_keys)
-    workers = WorkerPool(1, 1.0)
-    metrics = ServerMetrics("tiny", "1", lambda: None, lambda: None)
-    state = ServerState(("tiny",), "1")
-    http = HttpServer(state, Guard(rules), metrics, workers, max_body_bytes=1000, stall_limit_s=60)
-    loop = asyncio.new_event_loop()
-    runner = web.AppRunner(http.application(), handler_cancellation=True)
-
-    async def start() -> int:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return runner.addresses[0][1]
-
-    port = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield Client(f"http://127.0.0.1:{port}")
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-        workers.shutdown()
 
 
 @pytest.fixture(scope="module")

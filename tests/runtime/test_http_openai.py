@@ -189,6 +189,8 @@ def test_random_requests_give_the_same_streamed_and_whole(server: Client, seed: 
     status, whole = server.post(CHAT, body)
     assert status == 200, whole
     chunks = server.events(CHAT, {**body, "stream_options": {"include_usage": True}})
+    cached = [answer["usage"].pop("prompt_tokens_details")["cached_tokens"] for answer in (whole, chunks[-1])]
+    assert cached[0] <= cached[1] < whole["usage"]["prompt_tokens"]  # the second time more is known
     assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
