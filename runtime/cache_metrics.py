@@ -6,6 +6,7 @@ Label values that can come are there from the start, as zeros, so that rates and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 _DEVICE = TIERS[DEVICE]
 _OUTCOMES = ("full", "partial", "miss")
+_FOREIGN = "other_identity_or_salt"
 _CAUSES = (
-    *("none", "never_stored", "evicted", "pending", "other_identity_or_salt", "below_grid", "too_costly"),
+    *("none", "never_stored", "evicted", "pending", _FOREIGN, "below_grid", "too_costly"),
     *("logprob_limit", "decoded_not_reused", "off"),
 )
 _KINDS = (LAST, MESSAGE, JUNCTION, SPARE, TERMINAL, GRID)
@@ -29,8 +31,12 @@ _SKIP_REASONS = ("duplicate", "no_room", "collision")
 _EVICTION_CAUSES = ("entries", "rows", "flush")
 
 
-def cache_metrics(stats: EngineStats, cache: CacheCounters) -> Iterator[Metric]:
-    """The families of docs/metrics.md under "prefix cache"."""
+def cache_metrics(stats: EngineStats, cache: CacheCounters, *, tells_foreign: bool) -> Iterator[Metric]:
+    """The families of docs/metrics.md under "prefix cache". `tells_foreign` False: /metrics is open to clients who must
+    not learn that another one has sent their prompt."""
+    causes = Counter(dict(cache.lookup_causes))
+    if not tells_foreign:
+        causes["never_stored"] += causes.pop(_FOREIGN, 0)
     pages = GaugeMetricFamily("strata_pages", "Pages of the device arena by use.", labels=["use"])
     entries_pages = stats.pages_held + stats.pages_cached - stats.pages_rows
     for use, count in (
@@ -64,7 +70,7 @@ def cache_metrics(stats: EngineStats, cache: CacheCounters) -> Iterator[Metric]:
         "Lookups by why nothing deeper was reused.",
         ["cause"],
         {(cause,): 0 for cause in _CAUSES},
-        cache.lookup_causes,
+        causes,
     )
     yield _counter(
         "strata_reused_tokens", "Prompt tokens restored.", ["tier"], {(_DEVICE,): 0}, cache.reused_tokens
@@ -73,7 +79,7 @@ def cache_metrics(stats: EngineStats, cache: CacheCounters) -> Iterator[Metric]:
         "strata_restores",
         "Restores by outcome.",
         ["tier", "outcome"],
-        {(_DEVICE, "done"): 0, (_DEVICE, "aborted"): 0},
+        {(_DEVICE, "done"): 0},
         cache.restores,
     )
     yield _counter(
@@ -103,6 +109,7 @@ def cache_metrics(stats: EngineStats, cache: CacheCounters) -> Iterator[Metric]:
         ("strata_refills", "Compacted nodes that got a row again.", cache.refills),
         ("strata_retries", "Stores tried again.", cache.n_retries),
         ("strata_settles", "Finished replies computed for the cache.", cache.settles),
+        ("strata_lookups_deferred", "Lookups of requests that could not begin yet.", cache.deferred),
         ("strata_readmissions", "Lookups of preempted requests.", cache.readmissions),
         ("strata_no_victim", "Room wanted that nothing could give.", cache.no_victim),
     ):

@@ -311,7 +311,9 @@ class Engine:
             if not future.set_running_or_notify_cancel():
                 continue  # its caller has gone
             try:
-                future.set_result(function(self._cache))
+                result = function(self._cache)
+                self._stats = self._snapshot()  # whoever is answered sees it in the stats as well
+                future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
                 if not isinstance(error, ValueError):  # a wrong argument is its caller's

@@ -38,11 +38,12 @@ class ServerMetrics:
         cache: Callable[[], CacheCounters | None],
         *,
         compat_vllm: bool = False,
+        tells_foreign: bool = True,
     ):
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
         self._vllm = VllmMetrics(model_name, registry) if compat_vllm else None
-        registry.register(_EngineCollector(model_name, version, snapshot, cache, self._vllm))
+        registry.register(_EngineCollector(model_name, version, snapshot, cache, self._vllm, tells_foreign))
         self._finished = Counter(
             "strata_requests_finished", "Choices that ended, by finish reason.", ["reason"], registry=registry
         )
@@ -120,11 +121,13 @@ class _EngineCollector:
         snapshot: Callable[[], EngineStats | None],
         cache: Callable[[], CacheCounters | None],
         vllm: VllmMetrics | None,
+        tells_foreign: bool,
     ):
         self._model_name = model_name
         self._version = version
         self._snapshot = snapshot
         self._cache = cache
+        self._tells_foreign = tells_foreign
         self._vllm = vllm
 
     def collect(self) -> Iterable[Metric]:
@@ -137,7 +140,7 @@ class _EngineCollector:
         if stats is None or cache is None:
             return
         yield from _own_metrics(stats)
-        yield from cache_metrics(stats, cache)
+        yield from cache_metrics(stats, cache, tells_foreign=self._tells_foreign)
         if self._vllm is not None:
             yield from self._vllm.of_engine(stats, cache)
 

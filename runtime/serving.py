@@ -116,6 +116,7 @@ class _Serving:
             self._stats,
             self._cache_counters,
             compat_vllm=options.metrics_compat_vllm,
+            tells_foreign=not options.isolate_keys,
         )
         workers = WorkerPool(PROMPT_THREADS, PROMPT_LIMIT_S)
         http = HttpServer(

@@ -80,6 +80,16 @@ def test_the_caches_decisions_are_shown() -> None:
     assert (found["strata_settles_total"], found["strata_retries_total"]) == (1, 0)
 
 
+def test_where_keys_are_isolated_no_client_is_told_of_anothers_prompts() -> None:
+    counted = counters()
+    counted.looked_up("miss", "other_identity_or_salt", None, 0, 100)
+    for tells, expected in ((True, (1, 1)), (False, (2, 0))):
+        metrics = ServerMetrics("m", "1", lambda: STATS, lambda: counted, tells_foreign=tells)
+        found = samples(metrics)
+        causes = ("never_stored", "other_identity_or_salt")
+        assert tuple(found[f"strata_lookup_causes_total{{cause={cause}}}"] for cause in causes) == expected
+
+
 def test_what_http_saw_is_counted() -> None:
     metrics = server_metrics(None)
     use(metrics)
