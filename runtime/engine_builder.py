@@ -6,6 +6,7 @@ loads the weights and compiles everything. Runs on the caller's thread, before t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ from model.state import make_state, state_bytes_per_rank
 from model.static import Static
 from runtime.cache_identity import identity_of
 from runtime.engine import Engine
-from runtime.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
+from runtime.memory_plan import DoesNotFit, MemoryNeeds, MemoryPlan, plan_memory
+from runtime.remembered import recall_bytes, remember_bytes
 from runtime.scheduler import SchedulerConfig
 from runtime.step_plan import ScheduleMode
 from runtime.steps import (
@@ -94,6 +96,26 @@ class _Setup:
     def config(self) -> ModelConfig:
         return self.static.config
 
+    @property
+    def trial_shapes(self) -> StepShapes:
+        return self.shapes(TRIAL_PAGES, self.options.max_model_tokens or self.config.max_position_tokens)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What the programs' temporaries depend on, short of the code itself."""
+        static = self.static
+        kinds = [device.device_kind for device in static.mesh.devices.flat]
+        choices = (static.backend, static.return_logits)
+        return (
+            jax.__version__,
+            kinds,
+            static.config,
+            static.plan.ranks,
+            static.layout,
+            choices,
+            self.trial_shapes,
+        )
+
     def shapes(self, n_pages: int, max_model_tokens: int) -> StepShapes:
         page_tokens = self.static.layout.page_tokens
         return StepShapes(
@@ -143,6 +165,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         plan = plan_memory(_needs(setup, memory, largest_bytes))
         shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
         compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
+    remember_bytes(_cache_folder(), setup.facts, plan.needs.temporary_bytes)
     if state is None:
         state = make_state(static, shapes.n_pages, shapes.n_slots)
     steps = DeviceSteps(static, params, state, shapes, compiled)
@@ -232,14 +255,25 @@ def default_buckets(max_concurrency: int, *, least: int = 1) -> tuple[int, ...]:
 
 
 def _plan(setup: _Setup, memory: tuple[int, str], progress: Progress | None) -> MemoryPlan:
-    """Compiles the largest programs over a small arena: their temporaries do not depend on its size."""
+    """Compiles the largest programs over a small arena, whose size their temporaries do not depend on; or takes
+    what an earlier start found."""
     plan_memory(_needs(setup, memory, temporary_bytes=0))  # what cannot fit needs no compile to say so
-    trial = setup.shapes(TRIAL_PAGES, setup.options.max_model_tokens or setup.config.max_position_tokens)
+    remembered_bytes = recall_bytes(_cache_folder(), setup.facts)
+    if remembered_bytes is not None:
+        with contextlib.suppress(DoesNotFit):  # a number from other code, perhaps: look again
+            return plan_memory(_needs(setup, memory, remembered_bytes))
+    trial = setup.trial_shapes
     programs = declare_programs(setup.static, setup.params, trial)
     names = (prefill_name(trial.grid_tokens), decode_name(trial.decode_buckets_rows[-1]), "gather_pages")
     compiled = compile_programs({name: programs[name] for name in names}, progress)
     largest_bytes = max(temporary_bytes(compiled).values())
     return plan_memory(_needs(setup, memory, int(largest_bytes * TRIAL_MARGIN)))
+
+
+def _cache_folder() -> Path | None:
+    """Where compiled programs are kept, and what was learned about them with them."""
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) if folder else None
 
 
 def _needs(setup: _Setup, memory: tuple[int, str], temporary_bytes: int) -> MemoryNeeds:
