@@ -17,7 +17,7 @@ from cache_tiers.counters import CacheCounters
 from cache_tiers.index import DEVICE, TIERS
 
 if TYPE_CHECKING:
-    from runtime.engine import EngineStats
+    from runtime.engine_stats import EngineStats
 
 _DEVICE = TIERS[DEVICE]
 _OUTCOMES = ("full", "partial", "miss")

@@ -25,6 +25,7 @@ from cache_tiers.arena import BrokenLaw
 from cache_tiers.checkpoints import last_grid_position
 from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
+from runtime.engine_stats import EngineStats
 from runtime.memory_plan import MemoryPlan
 from runtime.request import (
     EngineStopped,
@@ -34,7 +35,8 @@ from runtime.request import (
     TokenDelta,
     TokenLogprob,
 )
-from runtime.scheduler import Scheduler, SchedulerConfig, law_at_idle
+from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.scheduler_laws import law_at_idle
 from runtime.sequence import Phase, Sequence
 from runtime.step_plan import DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
@@ -47,49 +49,6 @@ STEPS_IN_FLIGHT = 2
 STEP_HISTORY = 32  # summaries kept as evidence for a failure
 REPLIES_TO_SETTLE = 256  # finished replies that wait for an idle moment; older ones are forgotten
 IDLE_CHECK_S = 1.0  # idle this long, the cache's books are checked whole, once
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """One consistent moment of the engine: taken between two steps. `_total` only grow, seconds are sums."""
-
-    waiting: int = 0
-    running: int = 0
-    preempted: int = 0
-    rows_active: int = 0
-    rows_capacity: int = 0
-    pages_capacity: int = 0
-    pages_free: int = 0
-    pages_held: int = 0  # by sequences
-    pages_cached: int = 0  # by the prefix cache alone
-    pages_fenced: int = 0
-    pages_rows: int = 0  # held ones that hold pieces of saved rows
-    replies_to_settle: int = 0
-    swap_bytes: int = 0
-    swap_capacity_bytes: int = 0
-    in_flight: int = 0
-    steps_total: int = 0
-    prefill_tokens_total: int = 0
-    generated_tokens_total: int = 0
-    preemptions_total: int = 0
-    recomputes_total: int = 0
-    stalls_total: int = 0
-    submitted_total: int = 0
-    refused_total: int = 0
-    finished_stop_total: int = 0
-    finished_length_total: int = 0
-    finished_error_total: int = 0
-    cancelled_total: int = 0
-    queue_s_sum: float = 0.0
-    admitted_total: int = 0
-    first_token_s_sum: float = 0.0
-    first_tokens_total: int = 0
-    compiles_after_ready: int = 0
-    last_step_age_s: float = 0.0
-    alive: bool = False
-    healthy: bool = True
-    draining: bool = False
-    failure: str | None = None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 
 if TYPE_CHECKING:
     # Only its shape: importing it would load jax before the listener is up.
-    from runtime.engine import EngineStats
+    from runtime.engine_stats import EngineStats
 
 
 class TokenEngine(Protocol):

@@ -18,7 +18,7 @@ from runtime.request import RequestTimes
 from runtime.vllm_metrics import VllmMetrics
 
 if TYPE_CHECKING:
-    from runtime.engine import EngineStats
+    from runtime.engine_stats import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -41,8 +41,9 @@ from runtime.tokenizing import PromptTokenizer, load_tokenizer
 from runtime.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine, EngineStats
+    from runtime.engine import Engine
     from runtime.engine_builder import EngineOptions
+    from runtime.engine_stats import EngineStats
 
 PROMPT_THREADS = 2
 MAX_CHOICES_AT_ONCE = 256

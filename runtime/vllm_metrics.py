@@ -16,7 +16,7 @@ from cache_tiers.counters import CacheCounters
 from runtime.request import RequestTimes
 
 if TYPE_CHECKING:
-    from runtime.engine import EngineStats
+    from runtime.engine_stats import EngineStats
 
 _LABELS = ["model_name"]
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)

@@ -5,7 +5,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_tiers.counters import CacheCounters
-from runtime.engine import EngineStats
+from runtime.engine_stats import EngineStats
 from runtime.metrics import ServerMetrics
 from runtime.request import RequestTimes
 from tests.runtime.http_client import Client

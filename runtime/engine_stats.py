@@ -1,0 +1,48 @@
+"""What can be said about the engine at one moment? A frozen snapshot, made on the engine thread, read on any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """One consistent moment of the engine: taken between two steps. `_total` only grow, seconds are sums."""
+
+    waiting: int = 0
+    running: int = 0
+    preempted: int = 0
+    rows_active: int = 0
+    rows_capacity: int = 0
+    pages_capacity: int = 0
+    pages_free: int = 0
+    pages_held: int = 0  # by sequences
+    pages_cached: int = 0  # by the prefix cache alone
+    pages_fenced: int = 0
+    pages_rows: int = 0  # held ones that hold pieces of saved rows
+    replies_to_settle: int = 0
+    swap_bytes: int = 0
+    swap_capacity_bytes: int = 0
+    in_flight: int = 0
+    steps_total: int = 0
+    prefill_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    recomputes_total: int = 0
+    stalls_total: int = 0
+    submitted_total: int = 0
+    refused_total: int = 0
+    finished_stop_total: int = 0
+    finished_length_total: int = 0
+    finished_error_total: int = 0
+    cancelled_total: int = 0
+    queue_s_sum: float = 0.0
+    admitted_total: int = 0
+    first_token_s_sum: float = 0.0
+    first_tokens_total: int = 0
+    compiles_after_ready: int = 0
+    last_step_age_s: float = 0.0
+    alive: bool = False
+    healthy: bool = True
+    draining: bool = False
+    failure: str | None = None
