@@ -275,7 +275,7 @@ def test_a_failed_step_turns_red_and_tells_everyone(hybrid, monkeypatch):
     while not collectors[0].deltas:
         time.sleep(0.001)
 
-    def broken(output, with_logprobs):
+    def broken(output, *wanted):
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engine._steps, "read", broken)
@@ -286,6 +286,8 @@ def test_a_failed_step_turns_red_and_tells_everyone(hybrid, monkeypatch):
     assert not stats.healthy and "device lost" in stats.failure
     with pytest.raises(EngineStopped, match="device lost"):
         send(engine, hybrid.prompt(0))
+    with pytest.raises(EngineStopped, match="device lost"):
+        engine.flush(["device"]).result(10)
     engine.stop()
 
 
