@@ -7,7 +7,6 @@ bits of an ordered float: exact, no sort, the same on every platform. What no se
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
