@@ -187,18 +187,34 @@ def test_full_arena_evicts_by_pressure_and_stays_exact(engine, uncached):
     assert all(m is None or m["cause"] in ("evicted", "never_stored") for m in missed)
 
 
-def test_cancelled_prefills_publish_nothing_wrong(engine, uncached):
+def test_five_hundred_aborts_at_random_moments_leak_nothing_and_change_no_answer(engine, uncached):
+    """Eight requests are in flight; each is cancelled after a random while, in prefill, decode or the queue."""
     rng = np.random.default_rng(4)
-    prompts = [prompt_of(300 + i % 4, 200 + 60 * (i % 4)) for i in range(40)]
-    for i, prompt in enumerate(prompts):
-        ask(engine, prompt, "a", name=f"c{i}")
-        time.sleep(float(rng.uniform(0, 0.03)))
-        engine.cancel(f"c{i}")
+    prompts = [prompt_of(300 + i, 100 + 60 * i) for i in range(6)]
+    in_flight: list[str] = []
+    for i in range(500):
+        if len(in_flight) == 8:
+            engine.cancel(in_flight.pop(int(rng.integers(8))))
+        in_flight.append(f"abort{i}")
+        ask(engine, prompts[int(rng.integers(6))], "a", replace(GREEDY, max_tokens=300), name=in_flight[-1])
+        time.sleep(float(rng.exponential(0.01)))
+    for name in in_flight:
+        engine.cancel(name)
     settled(engine)
-    for prompt in prompts[:4]:
+    assert engine.stats().cancelled_total > 450
+    for prompt in prompts:
         answer = ask(engine, prompt, "a")
         answer.last()
         same_answer(answer, uncached(prompt))
+
+
+def test_sixty_four_tokens_after_a_hit_have_the_bits_of_a_cold_run(engine, uncached):
+    prompt, sampling = prompt_of(12, 3 * G + 7), replace(GREEDY, max_tokens=64)
+    ask(engine, prompt, "a", SHORT).last()
+    settled(engine)
+    hit = ask(engine, prompt, "a", sampling)
+    assert credited(hit) == 3 * G
+    same_answer(hit, uncached(prompt, sampling))
 
 
 def test_a_flush_is_complete_when_it_answers(engine):
