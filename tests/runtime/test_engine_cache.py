@@ -208,6 +208,19 @@ def test_five_hundred_aborts_at_random_moments_leak_nothing_and_change_no_answer
         same_answer(answer, uncached(prompt))
 
 
+def test_preempted_hits_keep_every_bit(engine, uncached):
+    """Eight answers that all start from one restored prefix and together need more pages than there are."""
+    prompt, sampling = prompt_of(13, 3 * G + 7), replace(GREEDY, max_tokens=400)
+    ask(engine, prompt, "a", SHORT).last()
+    settled(engine)
+    crowd = [ask(engine, prompt, "a", sampling) for _ in range(8)]
+    alone = uncached(prompt, sampling)
+    for answer in crowd:
+        assert credited(answer) == 3 * G
+        same_answer(answer, alone)
+    assert engine.stats().preemptions_total > 0
+
+
 def test_sixty_four_tokens_after_a_hit_have_the_bits_of_a_cold_run(engine, uncached):
     prompt, sampling = prompt_of(12, 3 * G + 7), replace(GREEDY, max_tokens=64)
     ask(engine, prompt, "a", SHORT).last()
