@@ -6,6 +6,7 @@ writes it, on the event loop.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +46,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-class AnswerEncoder:
+class AnswerEncoder(ABC):
     """Base of both forms. `stream` encodes events; `collect` and `whole` make the one-piece answer."""
 
     chunk_object = ""
@@ -68,20 +69,21 @@ class AnswerEncoder:
 
     # What differs between chat and completions
 
+    @abstractmethod
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """Choice objects that come before the first token of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _piece(self, text: str) -> dict[str, Any]:
         """The part of a streamed choice that carries text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _message(self, index: int, text: str) -> dict[str, Any]:
         """The part of a whole choice that carries its text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """The log-probabilities of a choice's new tokens, in the form's own shape."""
 
     # Streaming
 
