@@ -19,7 +19,7 @@ from model.layers.linear import embed, logits_of, rms_norm
 from model.mtp import mtp_input
 from model.rows import save_row
 from model.sampling import remember, sample
-from model.state import DeviceState, LinearRow, SamplerState
+from model.state import DeviceState, LinearRow
 from model.static import Static
 
 HEAD_ROWS = 4
@@ -93,16 +93,26 @@ def set_slot(
     last_token: jax.Array,
 ) -> DeviceState:
     """Makes a slot ready for a new sequence: an empty row, and its sampler's state."""
-    sampler = state.sampler
     rows, hidden = jax.tree.map(
         lambda leaf: leaf.at[slot].set(jnp.zeros((), leaf.dtype)), (state.rows, state.hidden_sh)
     )
-    return DeviceState(
-        pages_rnw=state.pages_rnw,
-        rows=rows,
-        hidden_sh=hidden,
+    emptied = state.replace(rows=rows, hidden_sh=hidden)
+    return set_sampler(emptied, slot, bias_v, prompt_seen_v, output_count_v, last_token)
+
+
+def set_sampler(
+    state: DeviceState,
+    slot: jax.Array,
+    bias_v: jax.Array,
+    prompt_seen_v: jax.Array,
+    output_count_v: jax.Array,
+    last_token: jax.Array,
+) -> DeviceState:
+    """A slot's sampler and last token, its row left as it is."""
+    sampler = state.sampler
+    return state.replace(
         last_token_s=state.last_token_s.at[slot].set(last_token),
-        sampler=SamplerState(
+        sampler=sampler.replace(
             bias_sv=sampler.bias_sv.at[slot].set(bias_v),
             prompt_seen_sv=sampler.prompt_seen_sv.at[slot].set(prompt_seen_v),
             output_count_sv=sampler.output_count_sv.at[slot].set(output_count_v),

@@ -126,7 +126,7 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
 
     programs = {
         "set_slot": Program(forward.set_slot, (state, scalar, *sampler, scalar), 0, state_out),
-        "set_sampler": Program(set_sampler, (state, scalar, *sampler, scalar), 0, state_out),
+        "set_sampler": Program(forward.set_sampler, (state, scalar, *sampler, scalar), 0, state_out),
         "set_bias": Program(set_bias, (state, scalar, vector[jnp.float32]), 0, state_out),
         "force_tokens": Program(force_tokens, (state, rows_most, rows_most), 0, state_out),
         "gather_pages": Program(swap.gather_pages, (state, chunk_ids), None, chunk.sharding),
@@ -168,26 +168,6 @@ def prefill_name(tile_tokens: int) -> str:
 
 def decode_name(n_rows: int) -> str:
     return f"decode_{n_rows}"
-
-
-def set_sampler(
-    state: DeviceState,
-    slot: jax.Array,
-    bias_v: jax.Array,
-    prompt_seen_v: jax.Array,
-    output_count_v: jax.Array,
-    last_token: jax.Array,
-) -> DeviceState:
-    """A slot's sampler and last token, its row left as it is."""
-    sampler = state.sampler
-    return state.replace(
-        last_token_s=state.last_token_s.at[slot].set(last_token),
-        sampler=sampler.replace(
-            bias_sv=sampler.bias_sv.at[slot].set(bias_v),
-            prompt_seen_sv=sampler.prompt_seen_sv.at[slot].set(prompt_seen_v),
-            output_count_sv=sampler.output_count_sv.at[slot].set(output_count_v),
-        ),
-    )
 
 
 def set_bias(state: DeviceState, slot: jax.Array, bias_v: jax.Array) -> DeviceState:
