@@ -8,7 +8,6 @@ n's token has its result of step n+1 dropped, and what it held stays fenced unti
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import threading
@@ -17,65 +16,32 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from cache_tiers import laws
 from cache_tiers.arena import BrokenLaw
-from cache_tiers.checkpoints import last_grid_position
 from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
-from runtime.engine_stats import EngineStats
+from runtime.dispatch import Dispatcher, StepInFlight
+from runtime.engine_stats import EngineStats, Totals, snapshot
 from runtime.memory_plan import MemoryPlan
-from runtime.request import (
-    EngineStopped,
-    FinishReason,
-    GenerationRequest,
-    QueueFull,
-    TokenDelta,
-    TokenLogprob,
-)
-from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.request import EngineStopped, GenerationRequest, QueueFull, TokenDelta
+from runtime.scheduler import Scheduler
+from runtime.scheduler_config import SchedulerConfig
 from runtime.scheduler_laws import law_at_idle
 from runtime.sequence import Phase, Sequence
-from runtime.step_plan import DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan
+from runtime.settling import Settling
+from runtime.step_plan import StepPlan
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
-from runtime.swap import SwapImage
+from runtime.token_deltas import token_delta
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[TokenDelta], None]
 STEPS_IN_FLIGHT = 2
 STEP_HISTORY = 32  # summaries kept as evidence for a failure
-REPLIES_TO_SETTLE = 256  # finished replies that wait for an idle moment; older ones are forgotten
 IDLE_CHECK_S = 1.0  # idle this long, the cache's books are checked whole, once
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One dispatched program: its output on the device, and whose token stands in which row."""
-
-    output: Any
-    rows: tuple[tuple[int, Sequence, int], ...]  # (row, sequence, output index)
-    with_logprobs: bool
-    with_logits: bool
-    checkpoints: tuple[tuple[Sequence, PlannedCheckpoint], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Pending:
-    plan: StepPlan
-    calls: tuple[_Call, ...]
-
-
-@dataclass
-class _Totals:
-    """Counters that the engine thread adds to."""
-
-    counts: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str, amount: float = 1) -> None:
-        self.counts[name] = self.counts.get(name, 0) + amount
 
 
 class Engine:
@@ -92,18 +58,16 @@ class Engine:
         settle_replies: bool = True,
     ):
         self.memory_plan = memory_plan
-        self._steps = steps
+        self._static = steps.static
         self._cache = cache
         self._scheduler = Scheduler(scheduler_config, cache)
-        self._settle_replies = settle_replies
-        self._to_settle: deque[GenerationRequest] = deque(maxlen=REPLIES_TO_SETTLE)
-        self._settling: Sequence | None = None
+        self._dispatcher = Dispatcher(steps)
+        self._settling = Settling(self._scheduler, enabled=settle_replies)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._queue_limit = queue_limit
-        self._in_flight: deque[_Pending] = deque()
-        self._images: dict[str, SwapImage] = {}
+        self._in_flight: deque[StepInFlight] = deque()
         self._history: deque[str] = deque(maxlen=STEP_HISTORY)
-        self._totals = _Totals()
+        self._totals = Totals()
         self._compiles = CompileCounter()
         self._arrivals = 0
         self._last_turn_s = time.monotonic()
@@ -142,10 +106,10 @@ class Engine:
         """
         if not request.prompt_token_ids:
             raise ValueError("the prompt has no tokens")
-        vocab_size = self._steps.static.config.vocab_size
+        vocab_size = self._static.config.vocab_size
         if not (min(request.prompt_token_ids) >= 0 and max(request.prompt_token_ids) < vocab_size):
             raise ValueError(f"the prompt has a token id outside [0, {vocab_size})")
-        if request.wants_logits_digest and not self._steps.static.return_logits:
+        if request.wants_logits_digest and not self._static.return_logits:
             raise ValueError("this engine was not built to return logits")
         if request.sampling.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
@@ -201,7 +165,7 @@ class Engine:
 
         def work(cache: PrefixCache) -> None:
             cache.flush(tiers)
-            self._interrupt_settling(forget_all=True)
+            self._settling.forget()
 
         return self.call(work)
 
@@ -212,13 +176,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The latest consistent snapshot, with the age of the last turn while there is work."""
-        snapshot = self._stats
+        latest = self._stats
         alive = self._thread is not None and self._thread.is_alive()
         with self._lock:
-            waiting = snapshot.waiting + len(self._inbox)
+            waiting = latest.waiting + len(self._inbox)
             age_s = 0.0 if self._idle else time.monotonic() - self._last_turn_s
             return replace(
-                snapshot,
+                latest,
                 waiting=waiting,
                 last_step_age_s=age_s,
                 alive=alive,
@@ -246,8 +210,9 @@ class Engine:
             while not (self._inbox or self._cancels or self._calls or self._stopping or self._has_work()):
                 if not self._idle:
                     law_at_idle(self._scheduler)
-                    if self._images or self._live:
-                        raise BrokenLaw(f"at idle: images {list(self._images)}, live {list(self._live)}")
+                    images = self._dispatcher.images
+                    if images or self._live:
+                        raise BrokenLaw(f"at idle: images {list(images)}, live {list(self._live)}")
                     self._idle = True
                     self._stats = self._snapshot()
                     self._lock.notify_all()
@@ -259,8 +224,10 @@ class Engine:
             cancels, self._cancels = self._cancels, set()
             n_calls = len(self._calls)
             stopping, draining = self._stopping, self._draining
-        if arrivals or draining or stopping:
-            self._interrupt_settling(draining or stopping)
+        if draining or stopping:
+            self._settling.forget()
+        elif arrivals:
+            self._settling.interrupt()
         for request, _, arrival_s in arrivals:
             self._add(request, arrival_s)
         for request_id in cancels:
@@ -280,7 +247,7 @@ class Engine:
         return not stopping
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._in_flight) or bool(self._to_settle)
+        return self._scheduler.has_work or bool(self._in_flight) or self._settling.n_waiting > 0
 
     def _add(self, request: GenerationRequest, arrival_s: float) -> None:
         sampling = request.sampling
@@ -309,86 +276,32 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         """Nothing more happens to it: its slot and pages go back, its image and its place in the books."""
         self._scheduler.finish(sequence)
-        self._images.pop(sequence.request_id, None)
+        self._dispatcher.forget(sequence.request_id)
         del self._sequences[sequence.request_id]
         with self._lock:
             del self._live[sequence.request_id]
 
     def _turn(self) -> None:
-        if self._to_settle and not self._scheduler.has_work and not self._in_flight:
-            self._begin_settling()
+        if self._settling.n_waiting and not self._scheduler.has_work and not self._in_flight:
+            self._arrivals += self._settling.begin(self._arrivals)
         plan = self._scheduler.plan_step()
         if not plan.empty:
-            self._in_flight.append(self._dispatch(plan))
+            self._note(plan)
+            self._in_flight.append(self._dispatcher.dispatch(plan))
         if self._in_flight and (not plan.computes or len(self._in_flight) >= STEPS_IN_FLIGHT):
             self._complete(self._in_flight.popleft())
         self._last_turn_s = time.monotonic()
         self._stats = self._snapshot()
 
-    # --- settling ---------------------------------------------------------------------------------
-
-    def _begin_settling(self) -> None:
-        """Takes the next finished reply that is worth it; its tiles run one a step until somebody arrives."""
-        request = self._to_settle.popleft()
-        sequence = Sequence(
-            request=request,
-            arrival_index=self._arrivals,
-            arrival_s=time.monotonic(),
-            seed=0,
-            max_output_tokens=0,
-            stop_ids=frozenset(),
-            settles=True,
-        )
-        if self._scheduler.settle(sequence):
-            self._arrivals += 1
-            self._settling = sequence
-
-    def _interrupt_settling(self, forget_all: bool) -> None:
-        sequence, self._settling = self._settling, None
-        if sequence is not None and self._scheduler.finish(sequence):
-            self._to_settle.appendleft(sequence.request)
-        if forget_all:
-            self._to_settle.clear()
-
-    def _remember_to_settle(self, sequence: Sequence) -> None:
-        """A finished reply: all its tokens up to the last grid position are what the next turn begins with."""
-        tokens = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)
-        end_tokens = last_grid_position(len(tokens), self._cache.config.grid_tokens)
-        if self._settle_replies and self._cache.config.enabled and end_tokens > sequence.cached_tokens:
-            request = sequence.request
-            self._to_settle.append(
-                replace(
-                    request, request_id=f"{request.request_id}-reply", prompt_token_ids=tokens[:end_tokens]
-                )
-            )
-
-    # --- dispatch ---------------------------------------------------------------------------------
-
-    def _dispatch(self, plan: StepPlan) -> _Pending:
-        """Hands a plan to the device, in the plan's order, and waits for nothing but swap images."""
-        steps = self._steps
-        for preemption in plan.preemptions:
-            if preemption.to_host:
-                image = steps.swap_out(preemption.slot, preemption.page_ids)
-                self._images[preemption.sequence.request_id] = image
+    def _note(self, plan: StepPlan) -> None:
+        """What the step will do, for the counters and as evidence."""
         now_s = time.monotonic()
         for admission in plan.admissions:
             sequence = admission.sequence
-            if sequence.slot is None:
-                raise BrokenLaw(f"{sequence.request_id} is admitted without a slot")
             if sequence.admitted_s is None:
                 sequence.admitted_s = now_s
                 self._totals.add("queue_s_sum", now_s - sequence.arrival_s)
                 self._totals.add("admitted_total")
-            if admission.from_host:
-                image = self._images.pop(sequence.request_id)
-                steps.swap_in(image, sequence.slot, tuple(sequence.page_ids[: image.n_pages]))
-            else:
-                steps.set_slot(sequence)
-                if admission.row_page_ids:
-                    steps.restore_row(sequence.slot, admission.row_page_ids)
-        calls = [self._dispatch_prefill(call) for call in plan.prefills]
-        calls += [self._dispatch_decode(call) for call in plan.decodes]
         self._totals.add("steps_total")
         self._totals.add("prefill_tokens_total", plan.prefill_tokens)
         self._totals.add("stalls_total", plan.stalled)
@@ -397,46 +310,21 @@ class Engine:
             f"{[(call.bucket_rows, len(call.entries)) for call in plan.decodes]}, "
             f"{len(plan.admissions)} admitted, {len(plan.preemptions)} preempted, {plan.stalled} stalled"
         )
-        return _Pending(plan, tuple(calls))
-
-    def _dispatch_prefill(self, call: PrefillCall) -> _Call:
-        rows = tuple((i, tile.sequence, 0) for i, tile in enumerate(call.tiles) if tile.finishes)
-        checkpoints = tuple(
-            (tile.sequence, tile.checkpoint) for tile in call.tiles if tile.checkpoint is not None
-        )
-        return _Call(self._steps.prefill(call), rows, _wants_logprobs(rows), _wants_logits(rows), checkpoints)
-
-    def _dispatch_decode(self, call: DecodeCall) -> _Call:
-        forced = []
-        for entry in call.entries:
-            sequence = entry.sequence
-            if entry.restores_sampler and entry.forced_token_id is not None:
-                self._steps.restore_sampler(sequence, entry.output_index, entry.forced_token_id)
-            elif entry.forced_token_id is not None and sequence.slot is not None:
-                forced.append((sequence.slot, entry.forced_token_id))
-            elif entry.lift_mask:
-                self._steps.lift_mask(sequence, entry.output_index)
-        if forced:
-            self._steps.force_tokens(forced)
-        rows = tuple((i, entry.sequence, entry.output_index) for i, entry in enumerate(call.entries))
-        return _Call(self._steps.decode(call), rows, _wants_logprobs(rows), _wants_logits(rows))
 
     # --- completion -------------------------------------------------------------------------------
 
-    def _complete(self, pending: _Pending) -> None:
+    def _complete(self, in_flight: StepInFlight) -> None:
         """Reads a step's tokens, which waits for it, and hands them out call by call."""
-        for call in pending.calls:
-            output = self._steps.read(call.output, call.with_logprobs, call.with_logits)
+        step = in_flight.plan.step
+        for call in in_flight.calls:
+            output = self._dispatcher.read(call)
             now_s = time.monotonic()
             for sequence, checkpoint in call.checkpoints:  # before a sequence that ends gives up its pages
-                self._scheduler.publish(checkpoint, sequence, pending.plan.step)
+                self._scheduler.publish(checkpoint, sequence, step)
             for row, sequence, output_index in call.rows:
                 self._commit(sequence, output_index, output, row, now_s)
-        self._scheduler.complete(pending.plan.step)
-        settling = self._settling
-        if settling is not None and settling.settled_by(pending.plan.step):
-            self._settling = None
-            self._scheduler.finish(settling)
+        self._scheduler.complete(step)
+        self._settling.complete(step)
 
     def _commit(
         self, sequence: Sequence, output_index: int, output: HostOutput, row: int, now_s: float
@@ -445,8 +333,7 @@ class Engine:
             return  # finished or cancelled meanwhile, or computed again after a preemption
         if output_index != len(sequence.output_token_ids):
             raise BrokenLaw(f"{sequence.request_id}: output {output_index} comes before its predecessor")
-        token_id = int(output.token_ids_b[row])
-        sequence.output_token_ids.append(token_id)
+        sequence.output_token_ids.append(int(output.token_ids_b[row]))
         self._totals.add("generated_tokens_total")
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
@@ -454,30 +341,12 @@ class Engine:
             self._totals.add("first_tokens_total")
             if sequence.first_plan is not None and sequence.admitted_s is not None:
                 sequence.first_plan.prefill_s = now_s - sequence.admitted_s
-        n_outputs = len(sequence.output_token_ids)
-        stops = token_id in sequence.stop_ids and n_outputs > sequence.request.sampling.min_tokens
-        reason: FinishReason | None = None
-        if stops:
-            reason = "stop"
-        elif n_outputs >= sequence.max_output_tokens:
-            reason = "length"
-        delta = TokenDelta(
-            request_id=sequence.request_id,
-            token_ids=(token_id,),
-            logprobs=_logprobs(sequence, output, row),
-            finish_reason=reason,
-            stop_token_id=token_id if stops else None,
-            usage=sequence.usage() if reason or output_index == 0 else None,
-            times=sequence.times(now_s) if reason else None,
-            logits_digest=_logits_digest(sequence, output, row),
-            # What the receipt tells is complete by then, and a stop string may end the answer unannounced.
-            receipt=sequence.receipt() if reason or output_index == 0 else None,
-        )
+        delta = token_delta(sequence, output, row, now_s)
         _, deliver = self._live[sequence.request_id]
-        if reason:
-            self._totals.add(f"finished_{reason}_total")
+        if delta.finish_reason:
+            self._totals.add(f"finished_{delta.finish_reason}_total")
             self._release(sequence)
-            self._remember_to_settle(sequence)
+            self._settling.remember(sequence)
         self._hand_over(deliver, delta)
 
     def _hand_over(self, deliver: Deliver, delta: TokenDelta) -> None:
@@ -496,7 +365,7 @@ class Engine:
             self._complete(self._in_flight.popleft())
         self._end_all("the engine was stopped before the request had finished")
         law_at_idle(self._scheduler)
-        self._settle()
+        self._tell_the_rest()
 
     def _fail(self, error: Exception) -> None:
         """The disorderly end: nothing on the device is trusted any more."""
@@ -511,7 +380,7 @@ class Engine:
             self._failure = f"{type(error).__name__}: {error}"
         self._in_flight.clear()
         self._end_all(f"the engine failed: {error}")
-        self._settle()
+        self._tell_the_rest()
 
     def _end_all(self, message: str) -> None:
         with self._lock:
@@ -523,7 +392,7 @@ class Engine:
             now_s = time.monotonic()
             if sequence is not None and self._failure is None:
                 self._scheduler.finish(sequence)
-            self._images.pop(request_id, None)
+            self._dispatcher.forget(request_id)
             self._totals.add("finished_error_total")
             delta = TokenDelta(
                 request_id=request.request_id,
@@ -537,7 +406,7 @@ class Engine:
             except Exception:
                 log.exception("the receiver of request %s failed", request_id)
 
-    def _settle(self) -> None:
+    def _tell_the_rest(self) -> None:
         with self._lock:
             self._stopping = True  # no call comes after these
             calls, self._calls = self._calls, deque()
@@ -549,51 +418,10 @@ class Engine:
                 future.set_exception(EngineStopped(self._failure or "the engine has stopped"))
 
     def _snapshot(self) -> EngineStats:
-        scheduler = self._scheduler
-        counts: dict[str, Any] = self._totals.counts
-        return EngineStats(
-            waiting=scheduler.count(Phase.WAITING),
-            running=len(scheduler.admitted),
-            preempted=scheduler.count(Phase.PREEMPTED),
-            rows_active=scheduler.slots.n_held,
-            rows_capacity=scheduler.slots.capacity,
-            pages_capacity=scheduler.pages.capacity,
-            pages_free=scheduler.pages.n_free,
-            pages_held=scheduler.pages.n_pinned,
-            pages_cached=scheduler.pages.n_evictable,
-            pages_rows=scheduler.pages.n_row_pages,
-            replies_to_settle=len(self._to_settle),
-            pages_fenced=scheduler.pages.n_fenced,
-            swap_bytes=scheduler.swap_used_bytes,
-            swap_capacity_bytes=scheduler.config.swap_capacity_bytes,
+        return snapshot(
+            self._scheduler,
+            self._totals,
+            replies_to_settle=self._settling.n_waiting,
             in_flight=len(self._in_flight),
-            preemptions_total=scheduler.n_preemptions,
-            recomputes_total=scheduler.n_recomputes,
             compiles_after_ready=self._compiles.count,
-            **counts,
         )
-
-
-def _wants_logprobs(rows: tuple[tuple[int, Sequence, int], ...]) -> bool:
-    return any(sequence.request.sampling.logprobs is not None for _, sequence, _ in rows)
-
-
-def _wants_logits(rows: tuple[tuple[int, Sequence, int], ...]) -> bool:
-    return any(sequence.request.wants_logits_digest for _, sequence, _ in rows)
-
-
-def _logits_digest(sequence: Sequence, output: HostOutput, row: int) -> str | None:
-    if not sequence.request.wants_logits_digest or output.logits_bv is None:
-        return None
-    return hashlib.blake2b(output.logits_bv[row].tobytes(), digest_size=16).hexdigest()
-
-
-def _logprobs(sequence: Sequence, output: HostOutput, row: int) -> tuple[TokenLogprob, ...] | None:
-    n_best = sequence.request.sampling.logprobs
-    if n_best is None or output.logprob_b is None:
-        return None
-    if output.top_token_ids_bk is None or output.top_logprobs_bk is None:
-        return None
-    ids, values = output.top_token_ids_bk[row, :n_best], output.top_logprobs_bk[row, :n_best]
-    top = tuple((int(token_id), float(value)) for token_id, value in zip(ids, values, strict=True))
-    return (TokenLogprob(int(output.token_ids_b[row]), float(output.logprob_b[row]), top),)

@@ -31,7 +31,7 @@ from runtime.cache_identity import identity_of
 from runtime.engine import Engine
 from runtime.memory_plan import DoesNotFit, MemoryNeeds, MemoryPlan, plan_memory
 from runtime.remembered import recall_bytes, remember_bytes
-from runtime.scheduler import SchedulerConfig
+from runtime.scheduler_config import SchedulerConfig
 from runtime.step_plan import ScheduleMode
 from runtime.steps import (
     DeviceSteps,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.scheduler import Scheduler
+from runtime.sequence import Phase
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,38 @@ class EngineStats:
     healthy: bool = True
     draining: bool = False
     failure: str | None = None
+
+
+@dataclass
+class Totals:
+    """Counters of `EngineStats` that the engine thread adds to, by name."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, amount: float = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + amount
+
+
+def snapshot(scheduler: Scheduler, totals: Totals, **others: Any) -> EngineStats:
+    """The engine's books as they are; `others` are fields that neither the scheduler nor the totals know."""
+    counts: dict[str, Any] = totals.counts
+    pages, slots = scheduler.pages, scheduler.slots
+    return EngineStats(
+        waiting=scheduler.count(Phase.WAITING),
+        running=len(scheduler.admitted),
+        preempted=scheduler.count(Phase.PREEMPTED),
+        rows_active=slots.n_held,
+        rows_capacity=slots.capacity,
+        pages_capacity=pages.capacity,
+        pages_free=pages.n_free,
+        pages_held=pages.n_pinned,
+        pages_cached=pages.n_evictable,
+        pages_rows=pages.n_row_pages,
+        pages_fenced=pages.n_fenced,
+        swap_bytes=scheduler.swap_used_bytes,
+        swap_capacity_bytes=scheduler.config.swap_capacity_bytes,
+        preemptions_total=scheduler.n_preemptions,
+        recomputes_total=scheduler.n_recomputes,
+        **counts,
+        **others,
+    )

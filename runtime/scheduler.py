@@ -28,63 +28,26 @@ be *settled*: recomputed by prefill, one grid step at a time, while nothing else
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from cache_tiers.arena import BrokenLaw, slot_pool
 from cache_tiers.planning import Plan
 from cache_tiers.prefix_cache import PrefixCache
+from runtime import decode_grouping
+from runtime.prefill_shares import PrefillShares, next_tile_tokens
 from runtime.request import PromptTooLong
+from runtime.scheduler_config import SchedulerConfig
 from runtime.sequence import Phase, Sequence, no_pages, pages_for_tokens
 from runtime.step_plan import (
     Admission,
-    DecodeCall,
     DecodeEntry,
     PlannedCheckpoint,
     Preemption,
     PrefillCall,
-    ScheduleMode,
     StepPlan,
     Tile,
 )
-
-OLDEST_SHARE = 0.25  # of the prefill budget, kept for the prompt that is first in order
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """`decode_buckets_rows` ascend; the last one is the most sequences that ever run."""
-
-    n_slots: int
-    max_model_tokens: int
-    grid_tokens: int
-    page_tokens: int
-    prefill_budget_tokens: int
-    decode_buckets_rows: tuple[int, ...]
-    mode: ScheduleMode = "balanced"
-    page_bytes: int = 0
-    row_image_bytes: int = 0
-    swap_capacity_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.grid_tokens % self.page_tokens:
-            raise ValueError(
-                f"the grid of {self.grid_tokens} tokens is no multiple of a page of {self.page_tokens}"
-            )
-        if self.prefill_budget_tokens < self.grid_tokens:
-            raise ValueError(
-                f"a prefill budget of {self.prefill_budget_tokens} tokens is less than "
-                f"one grid step of {self.grid_tokens}"
-            )
-        if list(self.decode_buckets_rows) != sorted(set(self.decode_buckets_rows)):
-            raise ValueError(f"decode buckets must ascend: {self.decode_buckets_rows}")
-        if self.decode_buckets_rows[-1] < self.n_slots - 1:
-            raise ValueError(
-                f"the largest decode bucket of {self.decode_buckets_rows[-1]} rows is smaller than "
-                f"the concurrency of {self.n_slots - 1}"
-            )
 
 
 class Scheduler:
@@ -102,7 +65,7 @@ class Scheduler:
         self.n_preemptions = 0
         self.n_recomputes = 0
         self._next_step = 0
-        self._oldest_credit_tokens = 0.0
+        self._shares = PrefillShares(config)
 
     # --- what the engine tells it -------------------------------------------------------------
 
@@ -206,7 +169,7 @@ class Scheduler:
             preemptions=tuple(preemptions),
             admissions=tuple(admissions),
             prefills=prefills,
-            decodes=self._group(entries),
+            decodes=decode_grouping.group(entries, self.config.decode_buckets_rows),
             stalled=stalled,
         )
         if not plan.empty:
@@ -324,7 +287,7 @@ class Scheduler:
             if not grown:
                 stalled += 1
                 continue
-            entries.append(_decode_entry(sequence, position))
+            entries.append(decode_grouping.decode_entry(sequence, position))
             sequence.computed_tokens += 1
             sequence.last_step = step
         return entries, stalled
@@ -332,17 +295,15 @@ class Scheduler:
     def _plan_prefill(self, budget_tokens: int, step: int) -> tuple[PrefillCall, ...]:
         """Tiles of full grid steps and tiles of one page, each kind in one call, a sequence's in order."""
         prompts = [
-            sequence
-            for sequence in self.admitted
-            if sequence.phase is Phase.PREFILL and _rest_tokens(sequence)
+            sequence for sequence in self.admitted if sequence.phase is Phase.PREFILL and sequence.rest_tokens
         ]
         grid_tiles: list[Tile] = []
         page_tiles: list[Tile] = []
         left_tokens = budget_tokens
-        for sequence, share_tokens in self._prefill_shares(prompts, budget_tokens):
+        for sequence, share_tokens in self._shares.divide(prompts, budget_tokens):
             taken_tokens = 0
-            while taken_tokens < share_tokens and _rest_tokens(sequence):
-                tile_tokens = self._next_tile_tokens(sequence)
+            while taken_tokens < share_tokens and sequence.rest_tokens:
+                tile_tokens = next_tile_tokens(sequence, self.config)
                 if tile_tokens > left_tokens:
                     break
                 start = sequence.computed_tokens
@@ -373,61 +334,6 @@ class Scheduler:
             sequence.awaited_ends_tokens.remove(end_tokens)
             return None
         return PlannedCheckpoint(sequence.plan, end_tokens, tuple(row_page_ids))
-
-    def _prefill_shares(
-        self, prompts: list[Sequence], budget_tokens: int
-    ) -> Iterable[tuple[Sequence, float]]:
-        """Who computes how much, in turn: the oldest its share, then all others, the shortest first.
-
-        The oldest's share is a credit that grows by a quarter of the budget a step and is spent in
-        whole tiles, so it holds where a budget is a single tile as well.
-        """
-        if not prompts:
-            self._oldest_credit_tokens = 0.0
-            return
-        by_rest = sorted(prompts, key=lambda s: (s.request.priority, _rest_tokens(s), s.arrival_index))
-        oldest = prompts[0]
-        if by_rest[0] is oldest:
-            self._oldest_credit_tokens = 0.0
-        else:
-            self._oldest_credit_tokens += OLDEST_SHARE * budget_tokens
-            tile_tokens = self._next_tile_tokens(oldest)
-            share_tokens = self._oldest_credit_tokens // tile_tokens * tile_tokens
-            if share_tokens:
-                self._oldest_credit_tokens -= share_tokens
-                yield oldest, share_tokens
-        for sequence in by_rest:
-            yield sequence, float("inf")
-
-    def _next_tile_tokens(self, sequence: Sequence) -> int:
-        grid_tokens = self.config.grid_tokens
-        start = sequence.computed_tokens
-        on_grid = start % grid_tokens == 0
-        if on_grid and start + grid_tokens <= sequence.prompt_tokens:
-            return grid_tokens
-        return self.config.page_tokens
-
-    def _group(self, entries: list[DecodeEntry]) -> tuple[DecodeCall, ...]:
-        """New tokens share the smallest bucket that holds them. A token that is computed again runs in a
-        bucket of the size it first ran in, so that it gets the same bits."""
-        fresh = [entry for entry in entries if entry.forced_token_id is None or entry.restores_sampler]
-        again: dict[int, list[DecodeEntry]] = {}
-        for entry in entries:
-            if entry.forced_token_id is not None and not entry.restores_sampler:
-                rows = entry.sequence.decode_buckets_rows[entry.output_index - 1]
-                again.setdefault(rows, []).append(entry)
-        calls = []
-        if fresh:
-            rows = next(rows for rows in self.config.decode_buckets_rows if rows >= len(fresh))
-            alike = again.get(rows, [])
-            room = rows - len(fresh)
-            again[rows] = alike[room:]
-            for entry in fresh:
-                entry.sequence.decode_buckets_rows.append(rows)
-            calls.append(DecodeCall(rows, (*fresh, *alike[:room])))
-        for rows, group in again.items():
-            calls.extend(DecodeCall(rows, tuple(group[i : i + rows])) for i in range(0, len(group), rows))
-        return tuple(calls)
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -504,26 +410,4 @@ class Scheduler:
 
 
 def _waits_for_pages(sequence: Sequence) -> bool:
-    return sequence.phase is Phase.PREFILL and _rest_tokens(sequence) > 0
-
-
-def _rest_tokens(sequence: Sequence) -> int:
-    return sequence.prompt_tokens - sequence.computed_tokens
-
-
-def _decode_entry(sequence: Sequence, position_tokens: int) -> DecodeEntry:
-    output_index = sequence.next_output_index
-    sampling = sequence.request.sampling
-    forced = None
-    restores = False
-    if sequence.replaying:
-        forced = sequence.output_token_ids[output_index - 1]
-        restores = output_index == sequence.replay_outputs
-    return DecodeEntry(
-        sequence=sequence,
-        position_tokens=position_tokens,
-        output_index=output_index,
-        lift_mask=sequence.masks_stops and output_index == sampling.min_tokens and forced is None,
-        forced_token_id=forced,
-        restores_sampler=restores,
-    )
+    return sequence.phase is Phase.PREFILL and sequence.rest_tokens > 0

@@ -75,6 +75,11 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def rest_tokens(self) -> int:
+        """What is still to be computed of its prompt; negative while it decodes."""
+        return self.prompt_tokens - self.computed_tokens
+
+    @property
     def order(self) -> tuple[int, int]:
         """Who goes first: priority, then arrival. The largest is the first victim."""
         return (self.request.priority, self.arrival_index)

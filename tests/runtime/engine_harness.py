@@ -49,18 +49,23 @@ class Harness:
         self.reference = np.load(model_dir / "reference.npz")
         engine.start()
 
-    def again(self, cache_changes: dict | None = None, **changes) -> Engine:
+    def again(self, cache_changes: dict | None = None, *, settle_replies: bool = True, **changes) -> Engine:
         """Another engine on the same programs, with a device state and a cache of its own."""
         config = replace(self.engine._scheduler.config, **changes)
         cache = self.engine._cache
         cache_config = replace(cache.config, **(cache_changes or {}))
         fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity)
-        old = self.engine._steps
+        old = self.steps
         state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots)
         steps = DeviceSteps(old.static, old.params, state, old.shapes, old._programs)
-        engine = Engine(steps, config, fresh, tuple(self.engine._eos_token_ids), 64)
+        eos = tuple(self.engine._eos_token_ids)
+        engine = Engine(steps, config, fresh, eos, 64, settle_replies=settle_replies)
         engine.start()
         return engine
+
+    @property
+    def steps(self) -> DeviceSteps:
+        return self.engine._dispatcher.steps
 
     def prompt(self, i: int) -> tuple[int, ...]:
         return tuple(int(token) for token in self.reference[f"prompt_{i}"])

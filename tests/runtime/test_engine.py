@@ -278,7 +278,7 @@ def test_a_failed_step_turns_red_and_tells_everyone(hybrid, monkeypatch):
     def broken(output, *wanted):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(engine._steps, "read", broken)
+    monkeypatch.setattr(engine._dispatcher.steps, "read", broken)
     for collector in collectors:
         last = collector.last()
         assert last.finish_reason == "error" and "device lost" in last.error
@@ -323,7 +323,7 @@ def test_a_compile_on_the_engine_thread_is_counted(hybrid):
 def test_nothing_grows_with_the_arena(hybrid):
     """No program copies the arena: all alias it, and the plan's trial over an arena three times as large
     found the same temporary as the programs in use."""
-    steps, plan = hybrid.engine._steps, hybrid.engine.memory_plan
+    steps, plan = hybrid.steps, hybrid.engine.memory_plan
     pages_bytes = steps.state.pages_rnw.nbytes
     for name, program in steps._programs.items():
         if name not in ("gather_pages", "gather_row"):

@@ -148,8 +148,7 @@ def test_a_conversation_of_five_turns_reuses_all_and_is_exact(engine, uncached):
 
 
 def test_without_settling_the_next_turn_covers_the_reply_itself(hybrid, uncached):
-    engine = hybrid.again()
-    engine._settle_replies = False
+    engine = hybrid.again(settle_replies=False)
     first = prompt_of(6, 150)
     reply = ask(engine, first, "a", replace(GREEDY, max_tokens=40))
     reply.last()

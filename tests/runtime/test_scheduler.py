@@ -19,7 +19,8 @@ from cache_tiers.arena import BrokenLaw, IdPool, PageArena, law_conserved, law_d
 from cache_tiers.config import CacheConfig
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.request import GenerationRequest, PromptTooLong, SamplingParams
-from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.scheduler import Scheduler
+from runtime.scheduler_config import SchedulerConfig
 from runtime.scheduler_laws import law_at_idle, law_books
 from runtime.sequence import Phase, Sequence, pages_for_tokens
 from runtime.step_plan import StepPlan
