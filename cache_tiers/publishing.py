@@ -71,7 +71,8 @@ class Publisher:
         for step in range(first, n_steps):
             node = nodes[step]
             ids = tuple(page_ids[step * per_node : (step + 1) * per_node])
-            node_decoded = decoded or (step > 0 and nodes[step - 1].decoded)
+            by_decode = plan.chosen.decoded or (decoded and node.end_tokens > plan.n_tokens)
+            node_decoded = by_decode or (step > 0 and nodes[step - 1].decoded)
             if node.pages[DEVICE] is None:
                 self._device.put_pages(node, ids)
                 node.decoded = node_decoded
@@ -79,7 +80,7 @@ class Publisher:
                 self._device.replace_pages(node, ids)
                 node.decoded = False
             if self._config.row_pages == 0 and step < n_steps - 1:  # then every node is a checkpoint
-                self._save_row(plan, node, (), GRID, decoded)
+                self._save_row(plan, node, (), GRID, node.decoded)
         node = nodes[n_steps - 1]
         if self._config.row_pages == 0:
             return self._save_row(plan, node, (), GRID, decoded)
@@ -111,12 +112,17 @@ class Publisher:
         return "published"
 
     def _supersede(self, plan: Plan, node: Node) -> None:
-        """Older rows on the way here are superseded, except this request's own and junctions."""
+        """Older rows on the way here are superseded, except junctions and this request's own; of those only the ones
+        that its reply left behind at earlier grid positions (--reuse-generated)."""
         above = node.parent
         while above is not None and above.parent is not None:
             checkpoint = above.checkpoint
             protected = checkpoint is None or checkpoint.superseded or checkpoint.junction
-            if checkpoint is not None and not protected and checkpoint.publisher != plan.request_id:
+            if (
+                checkpoint is not None
+                and not protected
+                and (checkpoint.publisher != plan.request_id or checkpoint.kind == GRID)
+            ):
                 checkpoint.superseded = True
                 self._device.changed(above)
             above = above.parent

@@ -17,7 +17,7 @@ from model.decoder import DecoderWeights, LayerWeights
 from model.layers import attention, gated_delta, mlp
 from model.layers.linear import embed, logits_of, rms_norm
 from model.mtp import mtp_input
-from model.rows import save_row
+from model.rows import save_row_if
 from model.sampling import remember, sample
 from model.state import DeviceState, LinearRow
 from model.static import Static
@@ -199,7 +199,9 @@ def _run_tiles(
             before = jnp.concatenate([lax.dynamic_slice_in_dim(last_hidden, slot, 1), hidden[:-1]])
             pages = _write_mtp(params, embedded, before, pages, table, start, rotation, static)
             last_hidden = lax.dynamic_update_slice_in_dim(last_hidden, last, slot, 0)
-        pages = save_row(pages, (rows, last_hidden), slot, tiles.row_page_ids_nq[i], tiles.saves_n[i], static)
+        pages = save_row_if(
+            pages, (rows, last_hidden), slot, tiles.row_page_ids_nq[i], tiles.saves_n[i], static
+        )
         kept = lax.dynamic_update_index_in_dim(kept, hidden if keep_all else last, i, 0)
         return pages, rows, last_hidden, kept
 

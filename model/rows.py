@@ -31,7 +31,7 @@ def _row_specs(static: Static) -> Any:
     return rows, EVERYWHERE if static.layout.hidden else None
 
 
-def save_row(
+def save_row_if(
     pages_rnw: jax.Array,
     rows: Rows,
     slot: jax.Array,
@@ -43,9 +43,26 @@ def save_row(
 
     A loop of one round or none: unlike a conditional it never copies the arena.
     """
-    layout = static.layout
-    if layout.row_pages == 0:
+    if static.layout.row_pages == 0:
         return pages_rnw
+    return lax.fori_loop(
+        0,
+        wanted.astype("int32"),
+        lambda _, pages: _write_row(pages, rows, slot, row_page_ids_q, static),
+        pages_rnw,
+    )
+
+
+def save_row(state: DeviceState, slot: jax.Array, row_page_ids_q: jax.Array, static: Static) -> DeviceState:
+    """The state with the slot's row in these pages as well: a program of its own, for between two decode steps."""
+    rows = (state.rows, state.hidden_sh)
+    return state.replace(pages_rnw=_write_row(state.pages_rnw, rows, slot, row_page_ids_q, static))
+
+
+def _write_row(
+    pages_rnw: jax.Array, rows: Rows, slot: jax.Array, row_page_ids_q: jax.Array, static: Static
+) -> jax.Array:
+    layout = static.layout
 
     def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
         parts = [lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in jax.tree.leaves(rows)]
@@ -55,9 +72,7 @@ def save_row(
         return pages.at[0, ids].set(words, mode="promise_in_bounds")
 
     write = static.on_each_rank(local, (PAGES, _row_specs(static), EVERYWHERE, EVERYWHERE), PAGES)
-    return lax.fori_loop(
-        0, wanted.astype("int32"), lambda _, pages: write(pages, rows, slot, row_page_ids_q), pages_rnw
-    )
+    return write(pages_rnw, rows, slot, row_page_ids_q)
 
 
 def restore_row(

@@ -97,5 +97,13 @@ class Dispatcher:
                 self.steps.lift_mask(sequence, entry.output_index)
         if forced:
             self.steps.force_tokens(forced)
+        output = self.steps.decode(call)
+        checkpoints = []
+        for entry in call.entries:
+            if (checkpoint := entry.checkpoint) is None or entry.sequence.slot is None:
+                continue
+            checkpoints.append((entry.sequence, checkpoint))
+            if checkpoint.row_page_ids:
+                self.steps.save_row(entry.sequence.slot, checkpoint.row_page_ids)
         rows = tuple((i, entry.sequence, entry.output_index) for i, entry in enumerate(call.entries))
-        return CallInFlight(self.steps.decode(call), rows)
+        return CallInFlight(output, rows, tuple(checkpoints))

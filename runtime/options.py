@@ -45,6 +45,7 @@ class ServerOptions:
     kernels: str
     prefix_cache: bool
     settle_replies: bool
+    reuse_generated: bool
     cache_policy: str
     plan_only: bool
     api_keys: tuple[str, ...]
@@ -132,6 +133,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         kernels=args.kernels,
         prefix_cache=args.prefix_cache == "on",
         settle_replies=args.settle_replies == "on",
+        reuse_generated=args.reuse_generated == "on",
         cache_policy=args.cache_policy,
         plan_only=args.plan_only,
         api_keys=tuple(args.api_key),
@@ -201,6 +203,7 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--kernels", choices=("auto", "reference", "xla", "gpu", "tpu"), default="auto")
     add("--prefix-cache", choices=("on", "off"), default="on", help="reuse prompts' beginnings")
     add("--settle-replies", choices=("on", "off"), default="on", help="cache replies while idle")
+    add("--reuse-generated", choices=("on", "off"), default="off", help="cache what decode steps computed")
     add("--cache-policy", choices=POLICIES, default="recency", help="what is evicted first")
     add("--plan-only", action="store_true", help="print the memory plan and exit")
     add(

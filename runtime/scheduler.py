@@ -22,19 +22,22 @@ into a swap image where the host has room for one, otherwise to be computed agai
 prompt looks up its prefix, begins where the restored checkpoint ends, and saves its row where the plan wants a
 checkpoint; the engine reports when that step has finished. A prompt whose beginning another one is computing
 right now waits for that checkpoint instead of computing it as well; those behind it go on. A finished reply may
-be *settled*: recomputed by prefill, one grid step at a time, while nothing else is to be done.
+be *settled*: recomputed by prefill, one grid step at a time, while nothing else is to be done. Or, with
+--reuse-generated, a decode step that ends on the grid saves its sequence's row, and the reply is published as it
+grows.
 """
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import replace
 
 import numpy as np
 
 from cache_tiers.arena import BrokenLaw, slot_pool
 from cache_tiers.planning import Plan
 from cache_tiers.prefix_cache import PrefixCache
-from runtime import decode_grouping
+from runtime.decode_grouping import decode_entry, group
 from runtime.prefill_shares import PrefillShares, next_tile_tokens
 from runtime.request import PromptTooLong
 from runtime.scheduler_config import SchedulerConfig
@@ -66,6 +69,7 @@ class Scheduler:
         self.n_recomputes = 0
         self._next_step = 0
         self._shares = PrefillShares(config)
+        self._keeps_replies = cache.config.enabled and cache.config.reuse_generated
 
     # --- what the engine tells it -------------------------------------------------------------
 
@@ -123,13 +127,18 @@ class Scheduler:
 
     def publish(self, checkpoint: PlannedCheckpoint, sequence: Sequence, step: int) -> None:
         """The step that saved this checkpoint has finished: it becomes visible, unless the sequence is gone."""
-        if sequence.plan is checkpoint.plan:
-            sequence.awaited_ends_tokens.discard(checkpoint.end_tokens)
-            self.cache.publish(
-                checkpoint.plan, checkpoint.end_tokens, sequence.page_ids, checkpoint.row_page_ids
-            )
-        else:
+        plan, end_tokens = checkpoint.plan, checkpoint.end_tokens
+        if sequence.plan is not plan:
             self.cache.release(checkpoint.row_page_ids, last_step=step)
+            return
+        sequence.awaited_ends_tokens.discard(end_tokens)
+        if (
+            end_tokens > len(plan.path.digests) * self.config.grid_tokens
+        ):  # of the reply, whose tokens are read by now
+            tokens = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)
+            self.cache.extend(plan, tokens[:end_tokens])
+        decoded = end_tokens > sequence.prompt_tokens
+        self.cache.publish(plan, end_tokens, sequence.page_ids, checkpoint.row_page_ids, decoded=decoded)
 
     @property
     def has_work(self) -> bool:
@@ -169,7 +178,7 @@ class Scheduler:
             preemptions=tuple(preemptions),
             admissions=tuple(admissions),
             prefills=prefills,
-            decodes=decode_grouping.group(entries, self.config.decode_buckets_rows),
+            decodes=group(entries, self.config.decode_buckets_rows),
             stalled=stalled,
         )
         if not plan.empty:
@@ -287,9 +296,14 @@ class Scheduler:
             if not grown:
                 stalled += 1
                 continue
-            entries.append(decode_grouping.decode_entry(sequence, position))
+            entries.append(decode_entry(sequence, position))
             sequence.computed_tokens += 1
             sequence.last_step = step
+        if self._keeps_replies:  # once all have grown, so that no row takes a page that one of them needs
+            entries = [
+                replace(entry, checkpoint=self._checkpoint(entry.sequence, entry.position_tokens + 1))
+                for entry in entries
+            ]
         return entries, stalled
 
     def _plan_prefill(self, budget_tokens: int, step: int) -> tuple[PrefillCall, ...]:
@@ -326,12 +340,21 @@ class Scheduler:
         return tuple(call for call in calls if call.tiles)
 
     def _checkpoint(self, sequence: Sequence, end_tokens: int) -> PlannedCheckpoint | None:
-        """The checkpoint to take at the end of a tile; None where none is wanted or no room can be made."""
-        if sequence.plan is None or end_tokens not in sequence.awaited_ends_tokens:
+        """The checkpoint to take there; None where none is wanted or no room can be made. With
+        --reuse-generated every grid position from the prompt's end on is wanted."""
+        of_reply = (
+            self._keeps_replies
+            and end_tokens >= sequence.prompt_tokens
+            and end_tokens % self.config.grid_tokens == 0
+        )
+        if sequence.plan is None or not (of_reply or end_tokens in sequence.awaited_ends_tokens):
+            return None
+        if of_reply and self._obtainable_pages() < self.cache.config.row_pages + len(self.admitted):
+            self.cache.counters.skipped("no_room")  # else somebody would be preempted for it in the next step
             return None
         row_page_ids = self.cache.reserve_row()
         if row_page_ids is None:
-            sequence.awaited_ends_tokens.remove(end_tokens)
+            sequence.awaited_ends_tokens.discard(end_tokens)
             return None
         return PlannedCheckpoint(sequence.plan, end_tokens, tuple(row_page_ids))
 

@@ -334,6 +334,7 @@ def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
         prefix_cache=options.prefix_cache,
         cache_policy=options.cache_policy,
         settle_replies=options.settle_replies,
+        reuse_generated=options.reuse_generated,
         explain_foreign=not options.isolate_keys,
     )
 

@@ -23,7 +23,8 @@ class Settling:
 
     def __init__(self, scheduler: Scheduler, *, enabled: bool):
         self._scheduler = scheduler
-        self._enabled = enabled and scheduler.cache.config.enabled
+        cache = scheduler.cache.config
+        self._enabled = enabled and cache.enabled and not cache.reuse_generated
         self._waiting: deque[GenerationRequest] = deque(maxlen=REPLIES_MOST)
         self._current: Sequence | None = None
 

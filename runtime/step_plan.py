@@ -69,7 +69,7 @@ class DecodeEntry:
 
     `lift_mask`: from this output on the stop ids are no longer masked. `forced_token_id`: feed this one,
     its output is known already. `restores_sampler`: the last forced one; the sampler's counts and bias
-    are set from the host first, and the output is new.
+    are set from the host first, and the output is new. `checkpoint`: the row is saved after the step.
     """
 
     sequence: Sequence
@@ -78,6 +78,7 @@ class DecodeEntry:
     lift_mask: bool = False
     forced_token_id: int | None = None
     restores_sampler: bool = False
+    checkpoint: PlannedCheckpoint | None = None
 
 
 @dataclass(frozen=True)

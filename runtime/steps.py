@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model import forward
 from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
-from model.rows import restore_row
+from model.rows import restore_row, save_row
 from model.state import DeviceState, abstract_state
 from model.static import Static
 from runtime import swap
@@ -136,8 +136,9 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     }
     if static.layout.row_pages:
         row_page_ids = array((static.layout.row_pages,), jnp.int32)
-        restore = functools.partial(restore_row, static=static)
-        programs["restore_row"] = Program(restore, (state, scalar, row_page_ids), 0, state_out)
+        for name, function in (("save_row", save_row), ("restore_row", restore_row)):
+            moved = functools.partial(function, static=static)
+            programs[name] = Program(moved, (state, scalar, row_page_ids), 0, state_out)
 
     def over_state(function: Callable[..., Any], batch: Any) -> Program:
         return Program(
@@ -271,6 +272,10 @@ class DeviceSteps:
     def restore_row(self, slot: int, row_page_ids: tuple[int, ...]) -> None:
         """A saved row into a slot."""
         self.run("restore_row", np.int32(slot), np.asarray(row_page_ids, np.int32))
+
+    def save_row(self, slot: int, row_page_ids: tuple[int, ...]) -> None:
+        """A slot's row, as the programs dispatched so far leave it, into pages."""
+        self.run("save_row", np.int32(slot), np.asarray(row_page_ids, np.int32))
 
     def restore_sampler(self, sequence: Sequence, output_index: int, last_token_id: int) -> None:
         """The sampler as it stands before output `output_index`, all outputs before it read."""

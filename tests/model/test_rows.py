@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.forward import prefill
-from model.rows import restore_row
+from model.rows import restore_row, save_row
 from model.state import abstract_state
 from tests.model.driver import N_PAGES, Driver, pages_of, tiles_of
 from tests.shared import shared_path
@@ -20,6 +20,7 @@ CASES = [
     pytest.param(("qwen3_5_moe", 2), id="qwen3_5_moe-tp2", marks=pytest.mark.slow),
 ]
 _restore = jax.jit(restore_row, static_argnums=3, donate_argnums=0)
+_save = jax.jit(save_row, static_argnums=3, donate_argnums=0)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -79,13 +80,20 @@ def test_saving_changes_no_logit_and_restoring_returns_every_bit_pattern(case):
     tiles.saves_n[0], tiles.row_page_ids_nq[0] = True, target
     state, with_saves = driver.run_prompt_logits(state, tiles)
     np.testing.assert_array_equal(without, with_saves)
+    state = _save(state, np.int32(1), target, driver.static)  # on its own, between two steps
+    pages = np.asarray(state.pages_rnw)
+    row_words = layout.row_bytes // pages.itemsize
+    saved = [
+        pages[:, ids].reshape(layout.ranks, -1)[:, :row_words] for ids in (spare_pages(row_pages), target)
+    ]
+    np.testing.assert_array_equal(*saved)
     restored = jax.tree.leaves((state.rows, state.hidden_sh))
     for leaf in restored:
         bits = np.asarray(leaf)[1].view(np.uint32)
         assert set(np.unique(bits)) <= set(patterns.tolist())
 
 
-@pytest.mark.parametrize("name", ["restore", "prefill"])
+@pytest.mark.parametrize("name", ["restore", "save", "prefill"])
 def test_saving_and_restoring_happen_in_place(case, name):
     """No copy of the arena or of the rows: the temporaries stay far below either."""
     driver, _ = case
@@ -94,8 +102,9 @@ def test_saving_and_restoring_happen_in_place(case, name):
     arena_bytes = n_pages * static.layout.page_bytes
     rows_bytes = n_slots * static.layout.row_bytes
     ids = jax.ShapeDtypeStruct((static.layout.row_pages,), jnp.int32)
-    if name == "restore":
-        lowered = _restore.lower(state, jax.ShapeDtypeStruct((), jnp.int32), ids, static)
+    if name != "prefill":
+        program = {"restore": _restore, "save": _save}[name]
+        lowered = program.lower(state, jax.ShapeDtypeStruct((), jnp.int32), ids, static)
     else:
         params = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), driver.params

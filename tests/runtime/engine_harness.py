@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache_tiers import laws
 from cache_tiers.arena import PageArena
 from cache_tiers.prefix_cache import PrefixCache
 from model.state import make_state
@@ -21,7 +22,9 @@ from runtime.steps import DeviceSteps
 from tests.shared import shared_path
 
 ARENA_PAGES = 41
+G = 64  # the grid, in tokens
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+SHORT = replace(GREEDY, max_tokens=12)
 
 
 def options_for(model: str, ranks: int = 1) -> EngineOptions:
@@ -30,7 +33,7 @@ def options_for(model: str, ranks: int = 1) -> EngineOptions:
         mesh_ranks=ranks,
         max_model_tokens=1024,
         max_concurrency=8,
-        grid_tokens=64,
+        grid_tokens=G,
         prefill_tokens=256,
         decode_buckets_rows=(8,),
         queue_limit=64,
@@ -128,3 +131,34 @@ def wait_idle(engine: Engine, timeout_s: float = 30) -> None:
             return
         time.sleep(0.005)
     pytest.fail(f"not idle: {engine.stats()}")
+
+
+def prompt_of(seed: int, n_tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 500, n_tokens).tolist()
+
+
+def ask(engine, prompt, salt: str, sampling=SHORT, **changes) -> Collector:
+    return send(
+        engine, prompt, sampling, cache_salt=salt, wants_receipt=True, wants_logits_digest=True, **changes
+    )
+
+
+def credited(collector: Collector) -> int:
+    last = collector.last()
+    assert last.usage.cached_tokens == last.receipt["credited_tokens"] == last.receipt["chosen"]
+    assert collector.deltas[0].usage.cached_tokens == last.usage.cached_tokens
+    assert last.usage.cached_tokens <= last.usage.prompt_tokens - 1
+    assert last.usage.cached_tokens % G == 0
+    return last.usage.cached_tokens
+
+
+def settled(engine) -> None:
+    """Waits until all replies are settled and nothing runs, and checks every law."""
+    wait_idle(engine)
+    engine.call(laws.check).result(10)
+
+
+def same_answer(one: Collector, other: Collector) -> None:
+    one.last(), other.last()
+    assert one.digests == other.digests
+    assert one.tokens == other.tokens

@@ -12,38 +12,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cache_tiers import laws
 from runtime.engine_builder import build_engine
-from tests.runtime.engine_harness import GREEDY, Collector, Harness, options_for, send, wait_idle
+from tests.runtime.engine_harness import (
+    GREEDY,
+    SHORT,
+    Collector,
+    G,
+    Harness,
+    ask,
+    credited,
+    options_for,
+    prompt_of,
+    same_answer,
+    settled,
+    wait_idle,
+)
 
-G = 64
 LENGTHS = (G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 7 * G, 7 * G + 1, 14 * G)
-SHORT = replace(GREEDY, max_tokens=12)
-
-
-def prompt_of(seed: int, n_tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 500, n_tokens).tolist()
-
-
-def ask(engine, prompt, salt: str, sampling=SHORT, **changes) -> Collector:
-    return send(
-        engine, prompt, sampling, cache_salt=salt, wants_receipt=True, wants_logits_digest=True, **changes
-    )
-
-
-def credited(collector: Collector) -> int:
-    last = collector.last()
-    assert last.usage.cached_tokens == last.receipt["credited_tokens"] == last.receipt["chosen"]
-    assert collector.deltas[0].usage.cached_tokens == last.usage.cached_tokens
-    assert last.usage.cached_tokens <= last.usage.prompt_tokens - 1
-    assert last.usage.cached_tokens % G == 0
-    return last.usage.cached_tokens
-
-
-def settled(engine) -> None:
-    """Waits until all replies are settled and nothing runs, and checks every law."""
-    wait_idle(engine)
-    engine.call(laws.check).result(10)
 
 
 @pytest.fixture
@@ -69,12 +54,6 @@ def uncached(hybrid):
     wait_idle(plain)
     assert plain.stats().pages_cached == 0
     plain.stop()
-
-
-def same_answer(one: Collector, other: Collector) -> None:
-    one.last(), other.last()
-    assert one.digests == other.digests
-    assert one.tokens == other.tokens
 
 
 @pytest.mark.parametrize("n_tokens", LENGTHS)

@@ -38,13 +38,27 @@ def test_flags_reach_their_fields() -> None:
 def test_the_caches_flags() -> None:
     options = parse()
     assert options.prefix_cache and options.settle_replies and options.cache_policy == "recency"
+    assert not options.reuse_generated
     assert not (options.isolate_keys or options.enable_faults or options.admin_keys)
     options = parse(
         *("--prefix-cache", "off", "--settle-replies", "off", "--cache-policy", "lru", "--api-key", "a"),
-        *("--isolate-keys", "--enable-admin", "--admin-key", "b", "--enable-faults"),
+        *(
+            "--reuse-generated",
+            "on",
+            "--isolate-keys",
+            "--enable-admin",
+            "--admin-key",
+            "b",
+            "--enable-faults",
+        ),
     )
     assert not options.prefix_cache and not options.settle_replies and options.cache_policy == "lru"
-    assert options.isolate_keys and options.enable_faults and options.admin_keys == ("b",)
+    assert (
+        options.reuse_generated
+        and options.isolate_keys
+        and options.enable_faults
+        and options.admin_keys == ("b",)
+    )
 
 
 @pytest.mark.parametrize(

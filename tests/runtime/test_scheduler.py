@@ -23,7 +23,7 @@ from runtime.scheduler import Scheduler
 from runtime.scheduler_config import SchedulerConfig
 from runtime.scheduler_laws import law_at_idle, law_books
 from runtime.sequence import Phase, Sequence, pages_for_tokens
-from runtime.step_plan import StepPlan
+from runtime.step_plan import PlannedCheckpoint, StepPlan
 from tests.cache_tiers.fake_engine import IDENTITY
 
 PAGE = 4
@@ -47,7 +47,7 @@ def content(sequence: Sequence, n_tokens: int) -> tuple[str, int]:
     """What the state after n tokens depends on: all of them, and whether decode steps made part of it."""
     prompt = sequence.request.prompt_token_ids[:n_tokens]
     outputs = tuple(token_of(sequence, i) for i in range(n_tokens - len(prompt)))
-    return ("decoded" if outputs else "prefilled", hash((prompt, outputs)))
+    return ("decoded" if outputs else "prefilled", hash((*prompt, *outputs)))
 
 
 @dataclass
@@ -61,16 +61,28 @@ class FakeDevice:
     masked: dict[int, bool] = field(default_factory=dict)
     images: dict[str, tuple] = field(default_factory=dict)
     has_rows: bool = True
+    reuses_decoded: bool = False
+
+    def content(self, sequence: Sequence, n_tokens: int) -> tuple[str, int]:
+        """As `content`; where decoded state is reused, whoever made it."""
+        origin, tokens = content(sequence, n_tokens)
+        return "any" if self.reuses_decoded else origin, tokens
 
     def _write(self, sequence: Sequence, start: int, end: int) -> None:
         for position in range(start, end):
             page = self.page_tokens.setdefault(sequence.page_ids[position // PAGE], [None] * PAGE)
-            page[position % PAGE] = content(sequence, position + 1)
+            page[position % PAGE] = self.content(sequence, position + 1)
 
     def _check_read(self, sequence: Sequence, end: int) -> None:
         for position in range(end):
             entry = self.page_tokens[sequence.page_ids[position // PAGE]][position % PAGE]
-            assert entry == content(sequence, position + 1)
+            assert entry == self.content(sequence, position + 1)
+
+    def _save_row(self, sequence: Sequence, checkpoint: PlannedCheckpoint, end: int) -> None:
+        assert checkpoint.end_tokens == end
+        self.saved_rows[checkpoint.row_page_ids] = self.rows[sequence.slot]
+        for page_id in checkpoint.row_page_ids:
+            self.page_tokens[page_id] = [None] * PAGE
 
     def run(self, plan: StepPlan) -> list[tuple[Sequence, int, int]]:
         for preemption in plan.preemptions:
@@ -94,27 +106,24 @@ class FakeDevice:
                     self.page_tokens[page_id] = page
                 self.rows[slot], self.last_token[slot], self.masked[slot] = row, last_token, masked
             else:
-                self.rows[slot] = content(sequence, 0)
+                self.rows[slot] = self.content(sequence, 0)
                 self.masked[slot] = sequence.masks_stops
                 if admission.row_page_ids:
                     self.rows[slot] = self.saved_rows[admission.row_page_ids]
                 elif sequence.computed_tokens and sequence.plan is not None and not self.has_rows:
-                    self.rows[slot] = content(sequence, sequence.plan.restored_tokens)
+                    self.rows[slot] = self.content(sequence, sequence.plan.restored_tokens)
         results = []
         for call in plan.prefills:
             for tile in call.tiles:
                 sequence, start = tile.sequence, tile.start_tokens
                 end = start + tile.valid_tokens
                 assert start % call.tile_tokens == 0 and tile.valid_tokens <= call.tile_tokens
-                assert self.rows[sequence.slot] == content(sequence, start)
+                assert self.rows[sequence.slot] == self.content(sequence, start)
                 self._write(sequence, start, end)
                 self._check_read(sequence, end)
-                self.rows[sequence.slot] = content(sequence, end)
+                self.rows[sequence.slot] = self.content(sequence, end)
                 if tile.checkpoint is not None:
-                    assert tile.checkpoint.end_tokens == end
-                    self.saved_rows[tile.checkpoint.row_page_ids] = content(sequence, end)
-                    for page_id in tile.checkpoint.row_page_ids:
-                        self.page_tokens[page_id] = [None] * PAGE
+                    self._save_row(sequence, tile.checkpoint, end)
                 if tile.finishes:
                     assert end == sequence.prompt_tokens
                     self.last_token[sequence.slot] = token_of(sequence, 0)
@@ -134,11 +143,13 @@ class FakeDevice:
                     )
                 if entry.lift_mask:
                     self.masked[slot] = False
-                assert self.rows[slot] == content(sequence, entry.position_tokens)
+                assert self.rows[slot] == self.content(sequence, entry.position_tokens)
                 assert self.last_token[slot] == token_of(sequence, entry.output_index - 1)
                 self._write(sequence, entry.position_tokens, entry.position_tokens + 1)
                 self._check_read(sequence, entry.position_tokens + 1)
-                self.rows[slot] = content(sequence, entry.position_tokens + 1)
+                self.rows[slot] = self.content(sequence, entry.position_tokens + 1)
+                if entry.checkpoint is not None:
+                    self._save_row(sequence, entry.checkpoint, entry.position_tokens + 1)
                 known = entry.forced_token_id is not None and not entry.restores_sampler
                 if not known:
                     early = entry.output_index < sequence.request.sampling.min_tokens
@@ -155,7 +166,9 @@ class Simulation:
 
     def __init__(self, config: SchedulerConfig, cache: PrefixCache):
         self.scheduler = Scheduler(config, cache)
-        self.device = FakeDevice(has_rows=cache.config.row_pages > 0)
+        self.device = FakeDevice(
+            has_rows=cache.config.row_pages > 0, reuses_decoded=cache.config.reuse_generated
+        )
         self.in_flight: deque[tuple[StepPlan, list]] = deque()
         self.stops: dict[str, int] = {}
         self.finished: list[Sequence] = []
@@ -169,9 +182,10 @@ class Simulation:
             self.in_flight.append((plan, self.device.run(plan)))
         if self.in_flight and (plan.empty or len(self.in_flight) > 1):
             done, results = self.in_flight.popleft()
-            for tile in (tile for call in done.prefills for tile in call.tiles):
-                if tile.checkpoint is not None:
-                    self.scheduler.publish(tile.checkpoint, tile.sequence, done.step)
+            tiles = [tile for call in done.prefills for tile in call.tiles]
+            for planned in (*tiles, *(entry for call in done.decodes for entry in call.entries)):
+                if planned.checkpoint is not None:
+                    self.scheduler.publish(planned.checkpoint, planned.sequence, done.step)
             self.scheduler.complete(done.step)
             for sequence in list(self.scheduler.admitted):
                 if sequence.settled_by(done.step):
@@ -208,7 +222,9 @@ class Simulation:
         assert not self.device.images
 
 
-def make_cache(n_pages: int = 65, *, enabled: bool = False, row_pages: int = 2) -> PrefixCache:
+def make_cache(
+    n_pages: int = 65, *, enabled: bool = False, row_pages: int = 2, reuse_generated: bool = False
+) -> PrefixCache:
     config = CacheConfig(
         grid_tokens=8,
         page_tokens=PAGE,
@@ -216,6 +232,7 @@ def make_cache(n_pages: int = 65, *, enabled: bool = False, row_pages: int = 2) 
         row_bytes=10 * row_pages,
         enabled=enabled,
         spare_tokens=16,
+        reuse_generated=reuse_generated,
     )
     return PrefixCache(config, PageArena(n_pages), IDENTITY)
 
@@ -265,9 +282,10 @@ requests = st.lists(
     buckets=st.sampled_from([(1, 2, 4), (4,), (2, 4)]),
     cached=st.booleans(),
     row_pages=st.sampled_from([0, 1, 3]),
+    reuse_generated=st.booleans(),
 )
 def test_any_load_keeps_the_laws_and_every_token(
-    specs, n_pages, swap, mode, budget, buckets, cached, row_pages
+    specs, n_pages, swap, mode, budget, buckets, cached, row_pages, reuse_generated
 ):
     simulation = Simulation(
         make_config(
@@ -277,7 +295,7 @@ def test_any_load_keeps_the_laws_and_every_token(
             decode_buckets_rows=buckets,
             max_model_tokens=104,
         ),
-        make_cache(n_pages, enabled=cached, row_pages=row_pages),
+        make_cache(n_pages, enabled=cached, row_pages=row_pages, reuse_generated=reuse_generated),
     )
     arrivals, cancels, sequences = {}, {}, []
     clock = 0
@@ -305,7 +323,7 @@ def test_any_load_keeps_the_laws_and_every_token(
             settled = make_sequence(900 + sequence.arrival_index, 1, 1)
             settled.request = replace(settled.request, prompt_token_ids=tokens[: len(tokens) // 8 * 8])
             settled.settles = True
-            if simulation.scheduler.settle(settled):
+            if not reuse_generated and simulation.scheduler.settle(settled):
                 if sequence.arrival_index % 2:
                     simulation.run_out()  # settled in peace
                     assert settled.phase is Phase.FINISHED
