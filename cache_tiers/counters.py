@@ -6,6 +6,7 @@ Written on the engine thread only. Each event has one total and exactly one caus
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -32,20 +33,33 @@ class CacheCounters:
     no_victim: int = 0  # room was wanted and nothing that is not pinned could give it
     readmissions: int = 0  # lookups of preempted requests: not hits
     settles: int = 0
+    stores: Counter[tuple[str, str]] = field(default_factory=Counter)  # tier, outcome of a part's store
+    moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # from tier, to tier
+    moved_s: Counter[tuple[str, str]] = field(default_factory=Counter)
+    rescued: int = 0  # victims that were used while they were being stored, and stayed
+    oversized: int = 0  # parts larger than the tier they were to go to
+    damaged: int = 0  # parts that did not verify, or were not there
+    restore_est_s: float = 0.0  # of restores from host or disk: estimated and actual, sums
+    restore_actual_s: float = 0.0
 
-    def looked_up(
-        self, outcome: str, cause: str, tier: str | None, restored_tokens: int, n_tokens: int
-    ) -> None:
+    def looked_up(self, outcome: str, cause: str, tokens_by_tier: Mapping[str, int], n_tokens: int) -> None:
         self.n_lookups += 1
         self.lookups[outcome] += 1
         self.lookup_causes[cause] += 1
         self.looked_up_tokens += n_tokens
-        if tier is not None:
-            self.reused_tokens[tier] += restored_tokens
+        self.reused_tokens.update(tokens_by_tier)
 
     def evicted(self, tier: str, cause: str) -> None:
         self.n_evictions += 1
         self.evictions[tier, cause] += 1
+
+    def retried(self, reason: str) -> None:
+        self.n_retries += 1
+        self.retries[reason] += 1
+
+    def moved(self, source: str, target: str, n_bytes: int, seconds: float) -> None:
+        self.moved_bytes[source, target] += n_bytes
+        self.moved_s[source, target] += seconds  # type: ignore[assignment]
 
     def skipped(self, reason: str) -> None:
         self.n_skips += 1

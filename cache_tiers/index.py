@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Checkpoint:
         self.superseded = False
         self.junction = False
         self.decoded = decoded
-        self.rows: list[tuple[int, ...] | None] = [None, None, None]  # by tier; () where a model has no rows
+        self.rows: list[Any] = [None, None, None]  # by tier: page ids, a handle; () where a model has no rows
 
 
 class Node:
@@ -66,7 +66,7 @@ class Node:
         self.tokens = tokens
         self.end_tokens = end_tokens
         self.children: dict[bytes, Node] = {}
-        self.pages: list[tuple[int, ...] | None] = [None, None, None]  # by tier
+        self.pages: list[Any] = [None, None, None]  # by tier: page ids, a handle
         self.n_children_in = [0, 0, 0]  # children whose pages are resident, by tier
         self.checkpoint: Checkpoint | None = None
         self.decoded = False  # the pages of this node, or of an ancestor, were made by decode steps

@@ -45,6 +45,8 @@ def law_restored_is_credited(cache: PrefixCache) -> None:
         if plan.state is not OPEN:
             continue
         n_row_pages = config.row_pages if plan.restored_tokens else 0
+        if plan.sources:
+            continue  # its pages are elsewhere yet
         if (
             len(plan.page_ids) * config.page_tokens != plan.restored_tokens
             or len(plan.row_page_ids) != n_row_pages
@@ -67,7 +69,7 @@ def law_rows_at_ends(cache: PrefixCache) -> None:
         row = node.checkpoint.rows[DEVICE] if node.checkpoint else None
         if row is not None and len(row) != config.row_pages:
             raise BrokenLaw(f"row at {node.end_tokens} has {len(row)} pages")
-        if row is not None and all(place is None for place in node.pages):
+        if row is not None and pages is None:
             raise BrokenLaw(f"row at {node.end_tokens} without its node's pages")
 
 
@@ -106,12 +108,44 @@ def law_ancestors_stay(cache: PrefixCache) -> None:
             raise BrokenLaw(
                 f"node at {node.end_tokens} counts {node.n_children_in[DEVICE]} children of {n_children}"
             )
+        has_row = node.checkpoint is not None and node.checkpoint.rows[DEVICE] is not None
+        if node.pages[DEVICE] is not None and not n_children and not has_row:
+            raise BrokenLaw(f"node at {node.end_tokens} stays on the device, but no row there needs it")
         if not node.children and node.checkpoint is None:
             raise BrokenLaw(f"node at {node.end_tokens} stays, but no saved row needs it")
 
 
+def law_handles(cache: PrefixCache) -> None:
+    """Behind the device: each node's part is whole, of the right size, and no handle is two parts; whatever else
+    refers to a handle is a transfer.
+    """
+    config = cache.config
+    for tier in (cache.host, cache.disk):
+        references = tier.shelf.references()
+        n_pinned = sum(references.values())
+        seen: set[int] = set()
+        for node in cache.index.nodes.values():
+            row = node.checkpoint.rows[tier.number] if node.checkpoint is not None else None
+            parts = ((node.pages[tier.number], config.node_part_bytes), (row or None, config.row_part_bytes))
+            for place, part_bytes in parts:
+                if place is None:
+                    continue
+                if place not in references or place in seen or tier.shelf.payload_bytes(place) != part_bytes:
+                    raise BrokenLaw(f"{tier.name}: {place} is no whole part of the node at {node.end_tokens}")
+                seen.add(place)
+                n_pinned -= 1
+        if (
+            n_pinned
+            and not cache.outbox.n_in_flight
+            and not any(plan.sources for plan in cache.plans.values())
+        ):
+            raise BrokenLaw(f"{tier.name}: {n_pinned} references that no node and no transfer has")
+
+
 def law_three_byte_counts(cache: PrefixCache) -> None:
-    """Resident bytes are at most the reserved ones: what is held, and what was made for holding."""
+    """Resident bytes are at most the reserved ones, and those at most the configured ones, in every tier."""
+    cache.host.shelf.law_conserved()
+    cache.disk.shelf.law_conserved()
     use = cache.arena.pages_by_use()
     if min(use.values()) < 0 or sum(use.values()) != cache.arena.capacity:
         raise BrokenLaw(f"pages by use {use} are not {cache.arena.capacity}")
@@ -135,6 +169,11 @@ def law_idle(cache: PrefixCache) -> None:
     """At idle nothing is pinned, fenced, planned, pending or unpublished."""
     check(cache)
     arena.law_idle(cache.arena)
+    outbox = cache.outbox
+    if outbox.n_in_flight or outbox.in_flight_bytes or cache.restorer.plans or cache.demoter.retiring:
+        raise BrokenLaw(
+            f"at idle: {outbox.n_in_flight} transfers, {outbox.in_flight_bytes} bytes on their way"
+        )
     if cache.plans or cache.index.pending or cache.unpublished_row_ids:
         raise BrokenLaw(
             f"at idle: {len(cache.plans)} plans, {len(cache.index.pending)} pending steps, "
@@ -144,6 +183,7 @@ def law_idle(cache: PrefixCache) -> None:
 
 LAWS = (
     law_pages_conserved,
+    law_handles,
     law_restored_is_credited,
     law_rows_at_ends,
     law_pinned_is_no_victim,

@@ -27,13 +27,24 @@ class Candidate:
     restore_est_s: float
     prefill_est_s: float
     decoded: bool = False
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)  # where the pages are
 
     @property
     def total_est_s(self) -> float:
         return self.restore_est_s + self.prefill_est_s
 
 
-@dataclass
+@dataclass(frozen=True)
+class Source:
+    """A part to bring to the device for a plan, pinned where it is: a node's pages, or its row."""
+
+    node: Node
+    row: bool
+    tier: int
+    place: int
+
+
+@dataclass(eq=False)
 class Plan:
     """One request's use of the cache, from lookup to finish. Read freely; changed by `PrefixCache` only."""
 
@@ -48,6 +59,7 @@ class Plan:
     wanted: tuple[Wanted, ...]  # ascending; where the computation should emit rows
     page_ids: list[int]  # the pages of [0, restored), referred to on the sequence's behalf
     row_page_ids: list[int]  # where the row to restore lies; pinned until the restore is committed
+    sources: list[Source]  # what has to be brought to the device first; empty once that has begun
     node: Node | None  # the node restored from
     pending_from_step: int = 0
     again: bool = False  # the request had been admitted before: its lookup counts no hit
@@ -55,6 +67,14 @@ class Plan:
     published: list[int] = field(default_factory=list)
     restore_s: float | None = None
     prefill_s: float | None = None
+    loading: int = 0  # parts on their way to the device
+    load_began_s: float = 0.0
+    failed: tuple[str, str] | None = None  # the tier and why its parts did not come: abort, and look up again
+
+    @property
+    def needs_load(self) -> bool:
+        """Whether parts must be brought to the device before the plan can be committed."""
+        return bool(self.sources or self.loading)
 
     @property
     def restored_tokens(self) -> int:
@@ -92,31 +112,34 @@ def find_candidates(
     n_tokens: int,
     costs: CostModel,
     *,
-    page_bytes: int,
+    node_bytes: int,
     row_bytes: int,
     reuse_decoded: bool,
+    tiers: Sequence[int] = range(len(TIERS)),
 ) -> tuple[Candidate, ...]:
-    """Every node within the limit whose row is somewhere and whose ancestors' pages are all somewhere; and
-    none.
+    """Every node within the limit whose row is somewhere and whose ancestors' pages are all somewhere (in one of
+    `tiers`); and none.
     """
     found = [Candidate(0, None, {}, 0.0, costs.prefill_s(0, n_tokens))]
     bytes_by_tier: dict[str, int] = {}
+    tokens_by_tier: dict[str, int] = {}
     pages_tier = DEVICE
     for node in nodes:
         if node.end_tokens > limit_tokens or (node.decoded and not reuse_decoded):
             break
-        if node.pages[DEVICE] is None:
-            tier = fastest(node.pages)
-            if tier is None:
-                break
+        tier = fastest(node.pages)
+        if tier is None or tier not in tiers:
+            break
+        step_tokens = node.end_tokens - (node.parent.end_tokens if node.parent else 0)
+        tokens_by_tier[TIERS[tier]] = tokens_by_tier.get(TIERS[tier], 0) + step_tokens
+        if tier != DEVICE:
             pages_tier = max(pages_tier, tier)
-            n_bytes = page_bytes * len(node.pages[tier] or ())
-            bytes_by_tier[TIERS[tier]] = bytes_by_tier.get(TIERS[tier], 0) + n_bytes
+            bytes_by_tier[TIERS[tier]] = bytes_by_tier.get(TIERS[tier], 0) + node_bytes
         checkpoint = node.checkpoint
         if checkpoint is None or (checkpoint.decoded and not reuse_decoded):
             continue
         row_tier = fastest(checkpoint.rows)
-        if row_tier is None:
+        if row_tier is None or row_tier not in tiers:
             continue
         moved = dict(bytes_by_tier)
         if row_bytes:
@@ -131,6 +154,7 @@ def find_candidates(
                 costs.restore_s(moved),
                 costs.prefill_s(node.end_tokens, n_tokens),
                 node.decoded or checkpoint.decoded,
+                dict(tokens_by_tier),
             )
         )
     return tuple(found)
@@ -139,6 +163,19 @@ def find_candidates(
 def fastest(places: Sequence[object | None]) -> int | None:
     """The first tier that has it."""
     return next((tier for tier, place in enumerate(places) if place is not None), None)
+
+
+def sources_of(nodes: Sequence[Node]) -> list[Source]:
+    """What is not on the device of the pages of these nodes and of the last one's row."""
+    sources = []
+    for node in nodes:
+        if node.pages[DEVICE] is None and (tier := fastest(node.pages)) is not None:
+            sources.append(Source(node, False, tier, node.pages[tier]))
+    if nodes and (checkpoint := nodes[-1].checkpoint) is not None:
+        tier = fastest(checkpoint.rows)
+        if tier is not None and tier != DEVICE and checkpoint.rows[tier] != ():
+            sources.append(Source(nodes[-1], True, tier, checkpoint.rows[tier]))
+    return sources
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -168,6 +205,7 @@ def explain_miss(
     best_tokens: int,
     allowed_tokens: int,
     now_s: float,
+    failed: tuple[str, str] | None = None,
 ) -> dict[str, Any] | None:
     """Why nothing deeper than the chosen position was used; None where `best_tokens`, the last grid position
     of the prompt, was. One cause: the deepest position of which anything is known decides.
@@ -176,6 +214,8 @@ def explain_miss(
         return {"cause": "below_grid", "min_reusable_tokens": index.grid_tokens + 1}
     if chosen.end_tokens == best_tokens:
         return None
+    if failed is not None:
+        return {"cause": "restore_failed", "tier": failed[0], "reason": failed[1]}
     deeper = [candidate for candidate in candidates if candidate.end_tokens > chosen.end_tokens]
     if deeper:
         return {"cause": "too_costly", "end_tokens": deeper[-1].end_tokens, "est_s": deeper[-1].total_est_s}

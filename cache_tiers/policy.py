@@ -67,17 +67,20 @@ class _Queue:
 class Recency:
     """Least recently used, where a superseded checkpoint's age counts `superseded_factor` times.
 
-    1 is plain least recently used, infinity puts superseded ones strictly first.
+    1 is plain least recently used, infinity puts superseded ones strictly first. Behind the device a checkpoint
+    that a faster tier holds as well counts as superseded: it would not be missed.
     """
 
-    def __init__(self, superseded_factor: float = SUPERSEDED_AGE_FACTOR):
+    def __init__(self, superseded_factor: float = SUPERSEDED_AGE_FACTOR, tier: int = DEVICE):
         self._factor = superseded_factor
+        self._tier = tier
         self._live, self._superseded = _Queue(), _Queue()
 
     def update(self, node: Node) -> None:
         checkpoint = _checkpoint(node)
         put, other = self._live, self._superseded
-        if checkpoint.superseded and self._factor != 1:
+        doubled = any(checkpoint.rows[faster] is not None for faster in range(self._tier))
+        if (checkpoint.superseded or doubled) and self._factor != 1:
             put, other = other, put
         other.remove(node)
         put.put(node, checkpoint.last_use_s)
@@ -101,7 +104,8 @@ class GreedyDual:
     first.
     """
 
-    def __init__(self, row_pages: int, pages_per_node: int):
+    def __init__(self, row_pages: int, pages_per_node: int, tier: int = DEVICE):
+        self._tier = tier
         self._row_pages, self._pages_per_node = row_pages, pages_per_node
         self._queue = _Queue()
         self._inflation = 0.0
@@ -110,7 +114,7 @@ class GreedyDual:
         n_steps, above = 1, node.parent
         while above is not None and above.parent is not None and above.checkpoint is None:
             n_steps, above = n_steps + 1, above.parent
-        n_pages = self._row_pages + (0 if node.n_children_in[DEVICE] else n_steps * self._pages_per_node)
+        n_pages = self._row_pages + (0 if node.n_children_in[self._tier] else n_steps * self._pages_per_node)
         self._queue.put(node, self._inflation + _checkpoint(node).n_uses * n_steps / max(n_pages, 1))
 
     def remove(self, node: Node) -> None:
@@ -132,13 +136,13 @@ def make_policy(name: str, tier: int, row_pages: int, pages_per_node: int) -> Ev
     elsewhere.
     """
     if name == "recency":
-        return Recency(SUPERSEDED_AGE_FACTOR if tier == DEVICE else float("inf"))
+        return Recency(SUPERSEDED_AGE_FACTOR if tier == DEVICE else float("inf"), tier)
     if name == "strict":
-        return Recency(float("inf"))
+        return Recency(float("inf"), tier)
     if name == "lru":
-        return Recency(1.0)
+        return Recency(1.0, tier)
     if name == "greedy-dual":
-        return GreedyDual(row_pages, pages_per_node)
+        return GreedyDual(row_pages, pages_per_node, tier)
     raise ValueError(f"unknown cache policy {name!r}: one of {', '.join(POLICIES)}")
 
 

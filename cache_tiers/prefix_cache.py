@@ -9,6 +9,9 @@ The life of a request
      the front of the sequence's page table) and `plan.row_page_ids` (the packed row; empty where nothing is
      restored or the model has no rows). `plan.restored_tokens` is the one position restored and credited; 0
      is a cold start.
+     Where `plan.needs_load`, parts of it lie in host memory or on disk: `cache.begin_restore(plan)` orders
+     them (False: no room now), and the sequence waits, without blocking others, until `plan.needs_load` is
+     False or `plan.failed` says why not: then abort, and look up again with `after=plan`.
   2. `cache.abort(plan)` gives everything back if it cannot run now; look up again later. A lookup is counted
      when it is committed; with `again=True` (preempted requests) it is none, and no hit.
   3. Dispatch the restore of the row into the active row, then `cache.commit_restore(plan, last_step=)`
@@ -31,6 +34,9 @@ The life of a request
      publish the reply's grid positions with `decoded=True` before finish.)
 
 `cache.arena.complete(step)` is the engine's call after each step, `laws.check(cache)` after any operation.
+
+Behind the device: `cache.tend()` once a turn; `cache.outbox.take()` gives the mover its jobs, each of which it reports
+by `stored` or `loaded`; `source_read(job)` as soon as the device was told to read a store's source.
 """
 
 from __future__ import annotations
@@ -47,12 +53,17 @@ from cache_tiers.checkpoints import TERMINAL, Wanted, last_grid_position, wanted
 from cache_tiers.config import CacheConfig
 from cache_tiers.costs import CostModel
 from cache_tiers.counters import CacheCounters
+from cache_tiers.demotion import Demoter
 from cache_tiers.device_tier import DeviceTier
 from cache_tiers.identity import Identity
-from cache_tiers.index import DEVICE, TIERS, Index, Path
+from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node, Path
 from cache_tiers.planning import CLOSED, OPEN, RUNNING, Plan
 from cache_tiers.policy import make_policy
 from cache_tiers.publishing import Publisher
+from cache_tiers.restoring import Restorer
+from cache_tiers.shelf import Shelf, ShelfTier
+from cache_tiers.tier import Tier
+from cache_tiers.transfer_jobs import TIMEOUT, Load, Outbox, Store
 
 
 class PrefixCache:
@@ -75,9 +86,37 @@ class PrefixCache:
         self.counters = CacheCounters()
         self.index = index or Index(config.grid_tokens)
         pages_per_node = config.grid_tokens // config.page_tokens
-        policy = make_policy(config.policy, DEVICE, config.row_pages, pages_per_node)
-        self.device = DeviceTier(arena, self.index, policy, self.counters, config.row_pages)
-        self._publisher = Publisher(config, self.index, self.device, self.counters, clock)
+        policies = [
+            make_policy(config.policy, tier, config.row_pages, pages_per_node) for tier in range(len(TIERS))
+        ]
+        tiers: list[Tier] = []
+        self.device = DeviceTier(tiers, arena, self.index, policies[DEVICE], self.counters, config.row_pages)
+        shelves = {
+            HOST: Shelf(config.host_bytes),
+            DISK: Shelf(config.disk_bytes, reclaims=True, overhead_bytes=config.disk_overhead_bytes),
+        }
+        self.host, self.disk = (
+            ShelfTier(tier, tiers, shelf, self.index, policies[tier], self.counters, config.row_pages)
+            for tier, shelf in shelves.items()
+        )
+        tiers += [self.device, self.host, self.disk]
+        self.outbox = Outbox()
+        self.demoter = Demoter(
+            config, self.index, self.device, self.host, self.disk, self.counters, self.outbox, clock
+        )
+        self.restorer = Restorer(
+            config,
+            self.index,
+            self.device,
+            {HOST: self.host, DISK: self.disk},
+            self.counters,
+            self.costs,
+            self.outbox,
+            clock,
+        )
+        self._publisher = Publisher(
+            config, self.index, self.device, (self.host, self.disk), self.counters, clock
+        )
         self.plans: dict[int, Plan] = {}  # open and running ones, by id()
         self.unpublished_row_ids: set[int] = set()
         self._clock = clock
@@ -93,16 +132,29 @@ class PrefixCache:
         message_ends_tokens: Sequence[int] = (),
         limit_tokens: int | None = None,
         again: bool = False,
+        after: Plan | None = None,
         identity: Identity | None = None,
     ) -> Plan:
         """The plan of a prompt. At most N-1 tokens are restored, and at most `limit_tokens` where given: a
-        request for the logprob of prompt position p passes p-1 (0 for echo).
+        request for the logprob of prompt position p passes p-1 (0 for echo). `after`: the plan whose load failed.
         """
         n_tokens = len(tokens)
         best_tokens = last_grid_position(n_tokens - 1, self.config.grid_tokens)
         allowed = n_tokens - 1 if limit_tokens is None else min(n_tokens - 1, limit_tokens)
+        tiers, failed = range(len(TIERS)), after.failed if after is not None else None
+        if failed is not None and failed[1] == TIMEOUT:
+            tiers = range(TIERS.index(failed[0]))  # it is there, but not soon enough
         plan = self._plan(
-            tokens, request_id, "prompt", salt, identity, best_tokens, allowed, message_ends_tokens
+            tokens,
+            request_id,
+            "prompt",
+            salt,
+            identity,
+            best_tokens,
+            allowed,
+            message_ends_tokens,
+            tiers,
+            failed,
         )
         plan.again = again
         return plan
@@ -116,7 +168,9 @@ class PrefixCache:
         end_tokens = last_grid_position(len(tokens), self.config.grid_tokens)
         if end_tokens == 0 or not self.config.enabled:
             return None
-        plan = self._plan(tokens, request_id, "settle", salt, None, end_tokens, end_tokens, ())
+        plan = self._plan(
+            tokens, request_id, "settle", salt, None, end_tokens, end_tokens, (), (DEVICE,), None
+        )
         if not plan.wanted:
             self.abort(plan)
             return None
@@ -125,8 +179,9 @@ class PrefixCache:
 
     def commit_restore(self, plan: Plan, *, last_step: int = -1, restore_s: float | None = None) -> None:
         """The row has been copied, or its copy is dispatched as step `last_step`. Unpins the row."""
-        assert plan.state is OPEN, plan.state
-        plan.state, plan.restore_s = RUNNING, restore_s
+        assert plan.state is OPEN and not plan.needs_load and not plan.failed, (plan.state, plan.failed)
+        plan.state = RUNNING
+        plan.restore_s = restore_s if plan.restore_s is None else plan.restore_s
         self._count(plan)
         self.arena.release(plan.row_page_ids, last_step)
         plan.row_page_ids = []
@@ -148,6 +203,7 @@ class PrefixCache:
         if plan.state is not OPEN:
             assert plan.state is CLOSED, "a running plan is finished, not aborted"
             return
+        self.restorer.give_up(plan)
         self.arena.release(plan.row_page_ids, last_step)
         self.arena.release(plan.page_ids, last_step)
         self.counters.deferred += plan.purpose == "prompt"
@@ -160,6 +216,35 @@ class PrefixCache:
         assert plan.state is RUNNING, "commit_restore comes first"
         self.arena.release(page_ids, last_step)
         self._close(plan)
+
+    # ---- the tiers behind the device
+
+    def begin_restore(self, plan: Plan) -> bool:
+        """Orders the loads of a plan that needs some. False where the device has no room for them now."""
+        assert plan.state is OPEN and plan.sources
+        return self.restorer.begin(plan, self._reserve)
+
+    def tend(self) -> None:
+        """Once a turn: room ahead of need, retries, deadlines."""
+        self.restorer.check_deadlines()
+        self.demoter.tend()
+
+    def source_read(self, job: Store) -> None:
+        """The device was told to read the store's source before whatever it is told from now on."""
+        self.demoter.source_read(job)
+
+    def stored(self, job: Store, outcome: str) -> None:
+        """The store is over: `done`, `cancelled`, or a failure of `transfer_jobs`."""
+        self.demoter.stored(job, outcome)
+
+    def loaded(self, job: Load, outcome: str) -> None:
+        """The load is over: `done` (the device was told to write the pages), `cancelled`, or a failure."""
+        self.restorer.loaded(job, outcome)
+
+    @property
+    def waits_for_stores(self) -> bool:
+        """Whether device room that was refused just now will come when stores have finished."""
+        return self.demoter.is_waiting(DEVICE)
 
     # ---- room
 
@@ -204,6 +289,8 @@ class PrefixCache:
         """
         assert plan.state is RUNNING, "only a running plan publishes"
         outcome = self._publisher.publish(plan, end_tokens, page_ids, tuple(row_page_ids), decoded)
+        if self.config.persist_eagerly and outcome in ("published", "refilled"):
+            self.demoter.to_persist.append(plan.path.nodes[end_tokens // self.config.grid_tokens - 1])
         self._clear_pending(plan, end_tokens // self.config.grid_tokens)
         self.release(row_page_ids)
         return outcome
@@ -227,14 +314,30 @@ class PrefixCache:
         unknown = set(tiers) - set(TIERS)
         if unknown:
             raise ValueError(f"no such tier: {', '.join(sorted(unknown))}")
-        if TIERS[DEVICE] not in tiers:
-            return
         now_s = self._clock()
-        stored = [
-            n for n in self.index.nodes.values() if n.checkpoint and n.checkpoint.rows[DEVICE] is not None
-        ]
-        for node in sorted(stored, key=lambda node: -node.end_tokens):
-            self.device.evict(node, "flush", now_s)
+        for tier in (self.device, self.host, self.disk):
+            if tier.name not in tiers:
+                continue
+            for node in self._held_by(tier):
+                self.demoter.forget(node, tier.number)
+                if node.checkpoint is not None and node.checkpoint.rows[tier.number] is not None:
+                    tier.evict(node, "flush", now_s)
+            for node in [n for n in self.index.nodes.values() if n.pages[tier.number] is not None]:
+                tier.drop_pages(node)  # of rows in other tiers, which stay, perhaps out of reach
+
+    def demote_all(self, tier_name: str) -> int:
+        """Begins to move everything of a tier to the next one; how much is left there. Call again until it is 0."""
+        tier = (self.device, self.host, self.disk)[TIERS.index(tier_name)]
+        nodes = self._held_by(tier)
+        for node in nodes:
+            self.demoter.demote(node, tier.number)
+        return len(self._held_by(tier))
+
+    def _held_by(self, tier: Tier) -> list[Node]:
+        """The nodes whose checkpoint the tier has, the deepest first."""
+        nodes = self.index.nodes.values()
+        held = [n for n in nodes if n.checkpoint is not None and n.checkpoint.rows[tier.number] is not None]
+        return sorted(held, key=lambda node: -node.end_tokens)
 
     def summary(self) -> dict[str, Any]:
         """Counts for GET /admin/cache."""
@@ -256,7 +359,7 @@ class PrefixCache:
             self.counters.readmissions += 1
             return
         cause = plan.missed_because["cause"] if plan.missed_because else "none"
-        self.counters.looked_up(plan.outcome, cause, plan.chosen.tier, plan.restored_tokens, plan.n_tokens)
+        self.counters.looked_up(plan.outcome, cause, plan.chosen.tokens_by_tier, plan.n_tokens)
         if cause == "other_identity_or_salt" and not self.config.explain_foreign:
             plan.missed_because = {"cause": "never_stored"}
 
@@ -270,6 +373,8 @@ class PrefixCache:
         best_tokens: int,
         allowed_tokens: int,
         message_ends_tokens: Sequence[int],
+        tiers: Sequence[int],
+        failed: tuple[str, str] | None,
     ) -> Plan:
         config, grid = self.config, self.config.grid_tokens
         n_steps = best_tokens // grid if config.enabled else 0
@@ -279,9 +384,10 @@ class PrefixCache:
             min(best_tokens, allowed_tokens),
             len(tokens),
             self.costs,
-            page_bytes=config.page_bytes,
-            row_bytes=config.row_bytes,
+            node_bytes=config.node_part_bytes,
+            row_bytes=config.row_part_bytes,
             reuse_decoded=config.reuse_generated,
+            tiers=tiers,
         )
         chosen = planning.choose(candidates)
         n_restored = chosen.end_tokens // grid
@@ -294,7 +400,7 @@ class PrefixCache:
         missed: dict[str, Any] | None = {"cause": "off"}
         if config.enabled:
             missed = planning.explain_miss(
-                self.index, path, candidates, chosen, best_tokens, allowed_tokens, self._clock()
+                self.index, path, candidates, chosen, best_tokens, allowed_tokens, self._clock(), failed
             )
         outcome = "miss" if chosen.end_tokens == 0 else "partial" if missed else "full"
         plan = Plan(
@@ -311,9 +417,11 @@ class PrefixCache:
             ),
             page_ids=page_ids,
             row_page_ids=row_ids,
+            sources=planning.sources_of(restored),
             node=node,
             pending_from_step=n_restored,
         )
+        self.restorer.pin(plan)
         self.plans[id(plan)] = plan
         self.index.pending.update(path.digests[n_restored:])
         return plan
@@ -357,7 +465,7 @@ class PrefixCache:
         return (identity or self.identity).salted(salt).digest()
 
     def _reserve(self, n_pages: int, use: str) -> list[int] | None:
-        if not self.device.make_room(n_pages, use, self._clock()):
+        if not self.demoter.make_device_room(n_pages, use):
             return None
         return self.arena.allocate(n_pages, use)
 

@@ -14,10 +14,12 @@ import numpy as np
 
 from cache_tiers import laws
 from cache_tiers.arena import PageArena
+from cache_tiers.costs import CostModel
 from cache_tiers.identity import Identity
 from cache_tiers.index import DEVICE, Index
 from cache_tiers.planning import Plan
 from cache_tiers.prefix_cache import CacheConfig, PrefixCache
+from tests.cache_tiers.fake_mover import FakeMover
 
 IDENTITY = Identity(
     weights_digest="w1",
@@ -79,16 +81,20 @@ class FakeEngine:
         step_tokens: int | None = None,
         index: Index | None = None,
         check_laws: bool = True,
+        costs: CostModel | None = None,
         **config: Any,
     ):
         page_bytes = 64
         self.config = CacheConfig(grid_tokens, page_tokens, page_bytes, row_pages * page_bytes, **config)
         self.clock = Clock()
         self.arena = PageArena(n_pages + 1)
-        self.cache = PrefixCache(self.config, self.arena, IDENTITY, clock=self.clock, index=index)
+        self.cache = PrefixCache(
+            self.config, self.arena, IDENTITY, costs=costs, clock=self.clock, index=index
+        )
         self.step_tokens = step_tokens or 2 * grid_tokens
         self.check_laws = check_laws
         self.stamps: dict[int, tuple[Any, ...]] = {}
+        self.mover = FakeMover(self.cache, self.stamps)
         self.step = 0
         self.n_requests = 0
 
@@ -120,12 +126,22 @@ class FakeEngine:
             return None
         names = self._prefix_names(tokens, salt)
         running = Running(list(tokens), salt, names, plan, list(plan.page_ids), plan.restored_tokens)
-        self._expect(running, plan.page_ids)
-        for piece, page_id in enumerate(plan.row_page_ids):
-            assert self.stamps[page_id] == self._row(running, plan.restored_tokens, piece)
+        self._verify(running)
         return running
 
+    def load(self, running: Running) -> bool | None:
+        """Orders what has to be brought to the device, its pages poisoned. None where there is no room now."""
+        begun = self.cache.begin_restore(running.plan)
+        if begun:
+            for page_id in running.plan.page_ids[len(running.page_ids) :]:
+                self.stamps[page_id] = ("poison",)
+            running.page_ids = list(running.plan.page_ids)
+        self.check()
+        return begun or None
+
     def commit(self, running: Running) -> None:
+        self._verify(running)
+        assert len(running.plan.page_ids) * self.config.page_tokens == running.plan.restored_tokens
         self.cache.commit_restore(running.plan, last_step=self._dispatch())
         self.check()
 
@@ -185,15 +201,24 @@ class FakeEngine:
         """A request from lookup to finish; the plan says what was reused. Fails if there is never room."""
         running = self.admit(tokens, **admit)
         assert running is not None
+        if running.plan.needs_load:
+            assert self.load(running), "no room for a restore alone"
+            self.mover.settle()
+            assert not running.plan.failed
         self.commit(running)
         while True:
             went_on = self.prefill_step(running)
+            if went_on is None and self.cache.waits_for_stores:
+                self.mover.settle()
+                continue
             assert went_on is not None, "no room for a request alone"
             if not went_on:
                 break
             self.publish(running)
         self.finish(running)
         self.arena.complete(self.step)
+        self.cache.tend()
+        self.mover.settle()
         return running.plan
 
     def reused(self, tokens: Sequence[int], **admit: Any) -> int:
@@ -214,6 +239,7 @@ class FakeEngine:
 
     def idle(self) -> None:
         """All laws of rest."""
+        self.mover.settle()
         self.arena.complete(self.step)
         laws.law_idle(self.cache)
 
@@ -246,6 +272,14 @@ class FakeEngine:
 
     def _row(self, running: Running, end_tokens: int, piece: int) -> tuple[Any, ...]:
         return ("row", running.names[end_tokens // self.config.page_tokens - 1], piece)
+
+    def _verify(self, running: Running) -> None:
+        """Every stamp of what the plan gives."""
+        if running.plan.loading:
+            return
+        self._expect(running, running.plan.page_ids)
+        for piece, page_id in enumerate(running.plan.row_page_ids):
+            assert self.stamps[page_id] == self._row(running, running.plan.restored_tokens, piece)
 
     def _expect(self, running: Running, page_ids: Sequence[int]) -> None:
         for position, page_id in enumerate(page_ids):

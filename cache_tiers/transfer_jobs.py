@@ -1,0 +1,78 @@
+"""What is to be moved between tiers? Jobs that the cache decides and `runtime/transfers.py` carries out.
+
+A job moves one part (a node's pages, or its row) over all ranks. The cache puts jobs into its outbox; the mover
+reports each one exactly once, by `PrefixCache.stored` or `PrefixCache.loaded`, on the engine thread. Until then the
+source is pinned and the destination reserved. A job whose `cancelled` is set before its bytes were read need not
+be carried out, only reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cache_tiers.index import Node
+
+if TYPE_CHECKING:
+    from cache_tiers.demotion import Demotion
+    from cache_tiers.planning import Plan
+
+# Outcomes of a job, as the mover reports them.
+DONE, CANCELLED = "done", "cancelled"
+IO_ERROR, RANK_FAILED, DAMAGED, MISSING, TIMEOUT = "io_error", "rank_failed", "damaged", "missing", "timeout"
+FAILURES = (IO_ERROR, RANK_FAILED, DAMAGED, MISSING, TIMEOUT)
+
+
+@dataclass(eq=False)
+class Store:
+    """Away from the device: the part at `source_place` in `source` becomes `handle` in `target`."""
+
+    node: Node
+    row: bool
+    source: int
+    source_place: Any
+    target: int
+    handle: int
+    n_bytes: int
+    reason: str  # why it is stored: evicted, persisted, drained
+    began_s: float
+    demotion: Demotion | None
+    pins_source: bool = True
+    cancelled: bool = False
+
+
+@dataclass(eq=False)
+class Load:
+    """Towards the device: the part at `source_place` in `source` goes into these pages."""
+
+    plan: Plan
+    node: Node
+    row: bool
+    source: int
+    source_place: int
+    page_ids: tuple[int, ...]
+    n_bytes: int
+    began_s: float
+
+    @property
+    def cancelled(self) -> bool:
+        """Nobody waits for it any more; its pages may be somebody else's."""
+        return self.plan.state != "open" or self.plan.failed is not None
+
+
+@dataclass
+class Outbox:
+    """Jobs that the mover has not fetched yet, and how much is on its way."""
+
+    stores: list[Store] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    drop_foreign_bytes: int = 0
+    in_flight_bytes: int = 0  # of stores, fetched or not
+    n_in_flight: int = 0  # of stores and loads
+
+    def take(self) -> tuple[list[Store], list[Load], int]:
+        """What came since the last call."""
+        stores, self.stores = self.stores, []
+        loads, self.loads = self.loads, []
+        drop, self.drop_foreign_bytes = self.drop_foreign_bytes, 0
+        return stores, loads, drop
