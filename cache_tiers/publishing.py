@@ -13,6 +13,7 @@ from cache_tiers.counters import CacheCounters
 from cache_tiers.device_tier import DeviceTier
 from cache_tiers.index import DEVICE, Checkpoint, Index, Node, Path
 from cache_tiers.planning import Plan
+from cache_tiers.tier import Tier
 
 
 class Publisher:
@@ -23,12 +24,14 @@ class Publisher:
         config: CacheConfig,
         index: Index,
         device: DeviceTier,
+        behind: Sequence[Tier],
         counters: CacheCounters,
         clock: Callable[[], float],
     ):
         self._config = config
         self._index = index
         self._device = device
+        self._behind = behind  # their copies of decoded states go when prefilled ones come
         self._counters = counters
         self._clock = clock
 
@@ -78,6 +81,8 @@ class Publisher:
                 node.decoded = node_decoded
             elif node.decoded and not node_decoded:
                 self._device.replace_pages(node, ids)
+                for tier in self._behind:
+                    tier.drop_pages(node)
                 node.decoded = False
             if self._config.row_pages == 0 and step < n_steps - 1:  # then every node is a checkpoint
                 self._save_row(plan, node, (), GRID, node.decoded)
@@ -98,7 +103,8 @@ class Publisher:
                 self._device.changed(node)
             if decoded or not old.decoded:
                 return "duplicate"
-            self._device.drop_row(node)
+            for tier in (self._device, *self._behind):
+                tier.drop_row(node)
         checkpoint = old or Checkpoint(kind, plan.request_id, self._clock(), decoded)
         checkpoint.decoded = decoded or node.decoded
         checkpoint.junction |= kind == JUNCTION

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 
 from cache_tiers.costs import CostModel
 from cache_tiers.transfer_jobs import DAMAGED, DONE, IO_ERROR, MISSING, RANK_FAILED
-from tests.cache_tiers.fake_engine import FakeEngine, Running
 from tests.cache_tiers import test_machine
+from tests.cache_tiers.fake_engine import FakeEngine, Running
 
 TEXT = test_machine.TEXT | {"base": st.integers(0, 24)}  # old texts too, which the device has lost
 OUTCOMES = st.sampled_from([DONE] * 12 + [IO_ERROR, RANK_FAILED, DAMAGED, MISSING])
