@@ -76,7 +76,7 @@ class Engine:
         self._live: dict[str, tuple[GenerationRequest, Deliver]] = {}
         self._sequences: dict[str, Sequence] = {}  # engine thread only
         self._inbox: deque[tuple[GenerationRequest, Deliver, float]] = deque()
-        self._cancels: set[str] = set()
+        self._ends: dict[str, int | None] = {}  # request id: tokens that a stop string left, None: cancelled
         self._calls: deque[tuple[Callable[[PrefixCache], Any], Future[Any]]] = deque()
         self._draining = False
         self._stopping = False
@@ -131,7 +131,15 @@ class Engine:
         """Frees all that the request holds within one step and delivers nothing more. Idempotent."""
         with self._lock:
             if request_id in self._live:
-                self._cancels.add(request_id)
+                self._ends.setdefault(request_id, None)
+                self._lock.notify_all()
+
+    def finish(self, request_id: str, n_output_tokens: int) -> None:
+        """As `cancel`, where a stop string that only the caller sees has ended the answer: its first
+        `n_output_tokens` are a finished reply, and are settled as one."""
+        with self._lock:
+            if request_id in self._live:
+                self._ends[request_id] = n_output_tokens
                 self._lock.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
@@ -207,7 +215,7 @@ class Engine:
         """Moves inbox, cancellations and calls in; waits while there is nothing to do. False: time to stop."""
         with self._lock:
             checked = False
-            while not (self._inbox or self._cancels or self._calls or self._stopping or self._has_work()):
+            while not (self._inbox or self._ends or self._calls or self._stopping or self._has_work()):
                 if not self._idle:
                     law_at_idle(self._scheduler)
                     images = self._dispatcher.images
@@ -221,7 +229,7 @@ class Engine:
                     checked = True
                 self._last_turn_s = time.monotonic()
             arrivals, self._inbox = self._inbox, deque()
-            cancels, self._cancels = self._cancels, set()
+            ends, self._ends = self._ends, {}
             n_calls = len(self._calls)
             stopping, draining = self._stopping, self._draining
         if draining or stopping:
@@ -230,8 +238,8 @@ class Engine:
             self._settling.interrupt()
         for request, _, arrival_s in arrivals:
             self._add(request, arrival_s)
-        for request_id in cancels:
-            self._cancel_now(request_id)
+        for request_id, n_output_tokens in ends.items():
+            self._end_early(request_id, n_output_tokens)
         for _ in range(n_calls):
             function, future = self._calls.popleft()
             if not future.set_running_or_notify_cancel():
@@ -267,11 +275,18 @@ class Engine:
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
 
-    def _cancel_now(self, request_id: str) -> None:
+    def _end_early(self, request_id: str, n_output_tokens: int | None = None) -> None:
+        """Cancelled, or finished after so many tokens."""
         sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        if sequence is None:
+            return
+        self._release(sequence)
+        if n_output_tokens is None:
             self._totals.add("cancelled_total")
-            self._release(sequence)
+        else:
+            self._totals.add("finished_stop_total")
+            del sequence.output_token_ids[n_output_tokens:]
+            self._settling.remember(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Nothing more happens to it: its slot and pages go back, its image and its place in the books."""
@@ -355,7 +370,7 @@ class Engine:
             deliver(delta)
         except Exception:
             log.exception("the receiver of request %s failed; the request is cancelled", delta.request_id)
-            self._cancel_now(delta.request_id)
+            self._end_early(delta.request_id)
 
     # --- endings ----------------------------------------------------------------------------------
 

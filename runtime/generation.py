@@ -53,6 +53,8 @@ class TokenEngine(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
+    def finish(self, request_id: str, n_output_tokens: int) -> None: ...
+
     def stats(self) -> EngineStats: ...
 
     @property
@@ -176,19 +178,16 @@ class Generation:
             shown.append(choice)
             if choice.finish_reason is not None:
                 self._live.discard(index)
-                if delta.finish_reason is None:
-                    self._cancel(index)
+                if delta.finish_reason is None and self._engine is not None:  # at a stop string
+                    self._engine.finish(self._engine_ids[index], choice.usage.completion_tokens)
         return shown
 
     def close(self) -> None:
         """Cancels what still runs; harmless when all is done."""
         for index in sorted(self._live):
-            self._cancel(index)
+            if self._engine is not None:
+                self._engine.cancel(self._engine_ids[index])
         self._live.clear()
-
-    def _cancel(self, index: int) -> None:
-        if self._engine is not None:
-            self._engine.cancel(self._engine_ids[index])
 
 
 class Generator:

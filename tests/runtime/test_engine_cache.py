@@ -269,3 +269,24 @@ def test_boundaries_of_other_models(model, ranks):
         assert harness.engine.stats().compiles_after_ready == 0
     finally:
         harness.engine.stop()
+
+
+def test_a_reply_that_the_caller_cut_is_settled_to_the_cut_and_an_abandoned_one_is_not(engine, uncached):
+    prompt, endless = prompt_of(30, 150), replace(GREEDY, max_tokens=600)
+    for salt in ("cut", "gone"):
+        reply = ask(engine, prompt, salt, endless, name=salt)
+        while len(reply.tokens) < 120:
+            time.sleep(0.005)
+        tokens = reply.tokens[:110]
+        if salt == "cut":
+            engine.finish("cut", len(tokens))
+            engine.cancel("cut")  # its connection closes; too late to be an abort
+        else:
+            engine.cancel("gone")
+        settled(engine)
+        onward = [*prompt, *tokens, *prompt_of(31, 20)]
+        answer = ask(engine, onward, salt)
+        assert credited(answer) == (4 * G if salt == "cut" else 2 * G)
+        same_answer(answer, uncached(onward))
+    stats = engine.stats()
+    assert (stats.cancelled_total, stats.finished_stop_total) == (1, 1)

@@ -149,6 +149,29 @@ def test_a_conversations_next_turn_finds_the_settled_reply(server: Client) -> No
     assert choice["logits_digests"] == cold["logits_digests"]
 
 
+def test_a_reply_that_a_stop_string_cut_is_settled_as_well(server: Client) -> None:
+    body = {
+        **EXACT,
+        "prompt": prompt_of("cut by a stop string", 150),
+        "max_tokens": 120,
+        "return_token_ids": True,
+    }
+    whole = server.post(COMPLETIONS, {**body, "cache_salt": "whole"})[1]["choices"][0]
+    stop = whole["text"][-9:]
+    before = wait_idle(server)
+    cut = server.post(COMPLETIONS, {**body, "stop": [stop]})[1]["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    after = wait_idle(server)
+    assert after["strata_settles_total"] == before["strata_settles_total"] + 1
+    assert after["strata_cancelled_total"] == before["strata_cancelled_total"]
+    ids = [*body["prompt"], *cut["token_ids"], *prompt_of("after the cut", 20)]
+    choice, usage = ask(server, ids)
+    n_before = len(body["prompt"]) + len(cut["token_ids"])
+    assert usage["prompt_tokens_details"]["cached_tokens"] == n_before // GRID_TOKENS * GRID_TOKENS
+    cold, _ = ask(server, ids, cache_salt="nobody else")
+    assert choice["logits_digests"] == cold["logits_digests"]
+
+
 def test_a_checkpoint_is_left_where_the_last_message_before_the_newest_ends(server: Client) -> None:
     history = [
         {"role": "user", "content": "first question " * 9},
