@@ -12,6 +12,7 @@ SUBCOMMANDS = {
     "startup": "from the process's start to the line `ready`",
     "messages": "the first token of the same prompt as few and as many messages",
     "restore": "the first token after a hit against cold, and against what must be done for it",
+    "disk": "records written to disk and read back, against plain files",
     "trace": "the prefix cache on a request trace",
 }
 

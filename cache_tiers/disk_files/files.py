@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from cache_tiers.disk_files.errors import SIZE, Damaged
 
 Op: TypeAlias = Literal["write", "sync", "link", "rename", "sync_folder", "read", "unlink"]
@@ -47,28 +45,29 @@ def create(path: Path, header: bytes, payload: memoryview, faults: Faults, rank:
     return fd
 
 
-def read(path: Path, n_bytes: int, faults: Faults, rank: int) -> np.ndarray:
-    """All bytes of a file, [n_bytes] uint8, in memory of their own. Damaged(SIZE) where it has more or fewer."""
+def read(path: Path, header: bytearray, payload: memoryview, faults: Faults, rank: int) -> None:
+    """Fills both with a file's bytes. Damaged(SIZE) where it has more or fewer."""
     change = faults("read", rank)
+    wanted_bytes = len(header) + payload.nbytes
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         found_bytes = os.fstat(fd).st_size
-        if found_bytes != n_bytes:
-            raise Damaged(SIZE, f"{path.name} has {found_bytes} bytes instead of {n_bytes}")
-        data = np.empty(n_bytes, np.uint8)
-        rest = data.data
-        while rest:
-            n_read = os.readv(fd, [rest])
-            if n_read == 0:
+        if found_bytes != wanted_bytes:
+            raise Damaged(SIZE, f"{path.name} has {found_bytes} bytes instead of {wanted_bytes}")
+        n_read = 0
+        while n_read < wanted_bytes:
+            rest = [memoryview(header)[n_read:], payload[max(0, n_read - len(header)) :]]
+            n_more = os.readv(fd, rest)
+            if n_more == 0:
                 raise Damaged(SIZE, f"{path.name} was cut short")
-            rest = rest[n_read:]
+            n_read += n_more
     finally:
         os.close(fd)
     if change is not None:
-        data = np.frombuffer(change(data.tobytes()), np.uint8)
-        if data.size != n_bytes:
-            raise Damaged(SIZE, f"{path.name} gave {data.size} bytes instead of {n_bytes}")
-    return data
+        data = change(bytes(header) + bytes(payload))
+        if len(data) != wanted_bytes:
+            raise Damaged(SIZE, f"{path.name} gave {len(data)} bytes instead of {wanted_bytes}")
+        header[:], payload[:] = data[: len(header)], data[len(header) :]
 
 
 def sync_folder(path: Path) -> None:

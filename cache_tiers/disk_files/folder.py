@@ -1,8 +1,8 @@
 """What does the disk tier do with files? Open a folder, write, read, delete, quarantine: `DiskFolder`.
 
 Threads: all methods may be called from several threads at once, on different records. Calls on one record (digest and
-part) must not overlap, but for reads with reads. Each call does its work on the thread that makes it, and may take as
-long as the disk does: deadlines are the caller's, and a read that comes too late has filled memory of its own.
+part) must not overlap, but for reads with reads, and for reads whose outcome nobody wants any more. Each call does its
+work on the thread that makes it, and may take as long as the disk does: deadlines are the caller's.
 
 Bytes: a record occupies `record_bytes(part)` from before `write` until `delete` or `quarantine` says otherwise; a
 replacement needs that much beside the old record until `write` returns. To be counted besides: `foreign_bytes`,
@@ -44,6 +44,7 @@ from cache_tiers.disk_files.record import (
     checksum,
     decode,
     encode,
+    header_bytes,
 )
 from cache_tiers.disk_files.scan import Layout, Progress, check_one_write, scan
 from cache_tiers.disk_files.writing import RecordWrite, is_gone, remove
@@ -193,29 +194,36 @@ class DiskFolder:
                 self._remains |= dict.fromkeys(write.remains, self._layout.file_bytes(header.part))
         return self.record_bytes(header.part)
 
-    def read(self, digest: bytes, part: str, *, expected: Expected) -> tuple[RecordHeader, list[np.ndarray]]:
+    def read(
+        self, digest: bytes, part: str, *, expected: Expected, into: Sequence[np.ndarray] | None = None
+    ) -> tuple[RecordHeader, list[np.ndarray]]:
         """The header of rank 0, and each rank's payload, [payload_bytes] uint8; verified on every rank.
 
-        Raises Missing, Mismatch, Damaged.
+        With `into`, one contiguous array of payload_bytes a rank, of any dtype, these are filled and returned:
+        making new memory can take longer than reading into it. They belong to this call until it returns, even
+        where nobody waits for it any more, and hold anything after an error. Raises Missing, Mismatch, Damaged.
         """
         record, layout = self._files(digest, part), self._layout
-        header_bytes = layout.file_bytes(part) - layout.payload_bytes[part]
-        headers, payloads = [], []
+        if into is None:
+            into = [np.empty(layout.payload_bytes[part], np.uint8) for _ in range(layout.ranks)]
+        headers: list[RecordHeader] = []
         missing: list[int] = []
-        for rank, path in enumerate(record.finals()):
+        for rank, (path, array) in enumerate(zip(record.finals(), into, strict=True)):
+            header_data, payload = bytearray(header_bytes(layout.grid_tokens)), as_bytes(array)
+            if payload.nbytes != layout.payload_bytes[part]:
+                raise ValueError(f"{payload.nbytes} bytes for a payload of {layout.payload_bytes[part]}")
             try:
-                data = files.read(path, layout.file_bytes(part), self._faults, rank)
+                files.read(path, header_data, payload, self._faults, rank)
             except (FileNotFoundError, NotADirectoryError):
                 missing.append(rank)
                 continue
             except OSError as error:
                 raise Damaged(UNREADABLE, str(error)) from error
-            header = decode(data[:header_bytes])
+            header = decode(header_data)
             layout.check(header, digest, part, rank)
-            if checksum(data[header_bytes:]) != header.payload_checksum:
+            if checksum(payload) != header.payload_checksum:
                 raise Damaged(PAYLOAD, path.name)
             headers.append(header)
-            payloads.append(data[header_bytes:])
         if not headers:
             raise Missing(f"no record {digest.hex()}.{part}")
         if missing:
@@ -224,7 +232,7 @@ class DiskFolder:
         found = headers[0]
         if Expected(found.root, found.parent, found.end_tokens, found.tokens) != expected:
             raise Mismatch(f"{digest.hex()}.{part} is of another prefix")
-        return found, payloads
+        return found, list(into)
 
     def delete(self, digest: bytes, part: str) -> Deletion:
         """Removes a record from every rank. Files that are gone already are counted; call again on an error."""

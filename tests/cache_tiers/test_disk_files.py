@@ -74,6 +74,20 @@ def test_what_is_read_does_not_change_any_more(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read[0], payloads(1, PAGES, 0)[0])
 
 
+def test_a_record_is_read_into_given_memory(tmp_path: Path) -> None:
+    """Of any dtype; of another size it is refused."""
+    folder = open_folder(tmp_path)
+    write(folder, 1)
+    said = header(1)
+    into = [np.full((12, 2), 0xABCD1234, np.uint32) for _ in range(2)]
+    _, read = folder.read(said.digest, PAGES, expected=expected(said), into=into)
+    for got, given_, want in zip(read, into, payloads(1, PAGES, 0), strict=True):
+        assert got is given_ and got.tobytes() == want.tobytes()
+    for wrong in (into[:1], [*into, into[0]], [array[1:] for array in into]):
+        with pytest.raises(ValueError):
+            folder.read(said.digest, PAGES, expected=expected(said), into=wrong)
+
+
 @given(
     st.lists(
         st.tuples(
