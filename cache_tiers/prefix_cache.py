@@ -16,7 +16,7 @@ The life of a request
      when it is committed; with `again=True` (preempted requests) it is none, and no hit.
   3. Dispatch the restore of the row into the active row, then `cache.commit_restore(plan, last_step=)`
      (also where there is nothing to restore): from here on the sequence owns `plan.page_ids`, the row is no
-     longer pinned.
+     longer pinned. `cache.row_restored(plan, copy_s)` once it is known how long the copy took.
   4. Each prefill step: `cache.reserve_pages(n)` for the new pages: ids, or None (lack of room: wait or
      preempt). For each `w` of `plan.wanted` inside the step: `ids = cache.reserve_row()`; None: no
      checkpoint there (counted); else have the step save the row at `w.end_tokens` into them. Dense models:
@@ -177,11 +177,12 @@ class PrefixCache:
         self.counters.settles += 1
         return plan
 
-    def commit_restore(self, plan: Plan, *, last_step: int = -1, restore_s: float | None = None) -> None:
+    def commit_restore(self, plan: Plan, *, last_step: int = -1) -> None:
         """The row has been copied, or its copy is dispatched as step `last_step`. Unpins the row."""
         assert plan.state is OPEN and not plan.needs_load and not plan.failed, (plan.state, plan.failed)
         plan.state = RUNNING
-        plan.restore_s = restore_s if plan.restore_s is None else plan.restore_s
+        if plan.restored_tokens and not self.config.row_pages:
+            plan.restore_s = plan.restore_s or 0.0  # there is no row to copy
         self._count(plan)
         self.arena.release(plan.row_page_ids, last_step)
         plan.row_page_ids = []
@@ -197,6 +198,11 @@ class PrefixCache:
             if self.config.row_pages and any(digest != onward for digest in node.children):
                 checkpoint.junction, checkpoint.superseded = True, False
             self.device.changed(node)
+
+    def row_restored(self, plan: Plan, copy_s: float) -> None:
+        """The copy of the plan's row from its pages into an active row took so long on the device."""
+        plan.restore_s = (plan.restore_s or 0.0) + copy_s
+        self.costs.observe_restore(TIERS[DEVICE], self.config.row_bytes, copy_s)
 
     def abort(self, plan: Plan, *, last_step: int = -1) -> None:
         """Gives back what an open plan pinned; a running one needs `finish`. Safe to call twice."""

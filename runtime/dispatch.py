@@ -1,15 +1,22 @@
 """How is a planned step handed to the device, and what is known of it until it has finished?
 
 Engine thread only. Owns the swap images of preempted sequences. Dispatching waits for nothing but those
-images; reading a call's output, later, waits for the call.
+images, and for the copy of a restored row where the device is idle; reading a call's output, later, waits
+for the call.
+
+How long a row's copy takes is known where its beginning is: on an idle device it is waited for at once (what
+follows needs it anyway), behind another step right after that step's tokens were read.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cache_tiers.arena import BrokenLaw
+from cache_tiers.planning import Plan
 from runtime.sequence import Sequence
 from runtime.step_plan import Admission, DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan
 from runtime.steps import DeviceSteps, HostOutput
@@ -30,29 +37,49 @@ class CallInFlight:
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A dispatched step: what was planned, and its programs in their order."""
+    """A dispatched step: what was planned, its programs in their order, and before them the row copies that were
+    not timed yet, each with what can be waited for."""
 
     plan: StepPlan
     calls: tuple[CallInFlight, ...]
+    copies: tuple[tuple[Plan, Any], ...]
 
 
 class Dispatcher:
-    """Carries out plans on the device, in the order of their fields."""
+    """Carries out plans on the device, in the order of their fields. `row_restored` hears of each restored row's
+    plan and of the seconds that its copy took."""
 
-    def __init__(self, steps: DeviceSteps):
+    def __init__(self, steps: DeviceSteps, row_restored: Callable[[Plan, float], None]):
         self.steps = steps
         self.images: dict[str, SwapImage] = {}  # by request id
+        self._row_restored = row_restored
 
-    def dispatch(self, plan: StepPlan) -> StepInFlight:
+    def dispatch(self, plan: StepPlan, *, device_is_idle: bool) -> StepInFlight:
         for preemption in plan.preemptions:
             if preemption.to_host:
                 image = self.steps.swap_out(preemption.slot, preemption.page_ids)
                 self.images[preemption.sequence.request_id] = image
+        copies: list[tuple[Plan, Any]] = []
         for admission in plan.admissions:
-            self._set_up(admission)
+            began_s = time.monotonic()
+            copies += self._set_up(admission)
+            if device_is_idle:
+                self._time(copies, began_s)
+                copies.clear()
         calls = [self._prefill(call) for call in plan.prefills]
         calls += [self._decode(call) for call in plan.decodes]
-        return StepInFlight(plan, tuple(calls))
+        return StepInFlight(plan, tuple(calls), tuple(copies))
+
+    def time_copies(self, step: StepInFlight, began_s: float) -> None:
+        """The step before this one was seen to end at `began_s`."""
+        self._time(step.copies, began_s)
+
+    def _time(self, copies: Iterable[tuple[Plan, Any]], began_s: float) -> None:
+        for plan, done in copies:
+            done.block_until_ready()
+            now_s = time.monotonic()
+            self._row_restored(plan, now_s - began_s)
+            began_s = now_s
 
     def read(self, call: CallInFlight) -> HostOutput:
         """Waits for the call's results; what nobody wants is not copied."""
@@ -65,18 +92,19 @@ class Dispatcher:
         """Its image, if there is one, is not needed any more."""
         self.images.pop(request_id, None)
 
-    def _set_up(self, admission: Admission) -> None:
-        """A slot's beginning: the image's bytes, or an empty row into which a saved one may go."""
+    def _set_up(self, admission: Admission) -> list[tuple[Plan, Any]]:
+        """A slot's beginning: the image's bytes, or an empty row into which a saved one may go. That copy, if any."""
         sequence = admission.sequence
         if sequence.slot is None:
             raise BrokenLaw(f"{sequence.request_id} is admitted without a slot")
         if admission.from_host:
             image = self.images.pop(sequence.request_id)
             self.steps.swap_in(image, sequence.slot, tuple(sequence.page_ids[: image.n_pages]))
-            return
+            return []
         self.steps.set_slot(sequence)
-        if admission.row_page_ids:
-            self.steps.restore_row(sequence.slot, admission.row_page_ids)
+        if not admission.row_page_ids or sequence.plan is None:
+            return []
+        return [(sequence.plan, self.steps.restore_row(sequence.slot, admission.row_page_ids))]
 
     def _prefill(self, call: PrefillCall) -> CallInFlight:
         rows = tuple((i, tile.sequence, 0) for i, tile in enumerate(call.tiles) if tile.finishes)

@@ -61,7 +61,7 @@ class Engine:
         self._static = steps.static
         self._cache = cache
         self._scheduler = Scheduler(scheduler_config, cache)
-        self._dispatcher = Dispatcher(steps)
+        self._dispatcher = Dispatcher(steps, cache.row_restored)
         self._settling = Settling(self._scheduler, enabled=settle_replies)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._queue_limit = queue_limit
@@ -302,7 +302,8 @@ class Engine:
         plan = self._scheduler.plan_step()
         if not plan.empty:
             self._note(plan)
-            self._in_flight.append(self._dispatcher.dispatch(plan))
+            step = self._dispatcher.dispatch(plan, device_is_idle=not self._in_flight)
+            self._in_flight.append(step)
         if self._in_flight and (not plan.computes or len(self._in_flight) >= STEPS_IN_FLIGHT):
             self._complete(self._in_flight.popleft())
         self._last_turn_s = time.monotonic()
@@ -331,6 +332,7 @@ class Engine:
     def _complete(self, in_flight: StepInFlight) -> None:
         """Reads a step's tokens, which waits for it, and hands them out call by call."""
         step = in_flight.plan.step
+        now_s = time.monotonic()
         for call in in_flight.calls:
             output = self._dispatcher.read(call)
             now_s = time.monotonic()
@@ -340,6 +342,8 @@ class Engine:
                 self._commit(sequence, output_index, output, row, now_s)
         self._scheduler.complete(step)
         self._settling.complete(step)
+        if self._in_flight:
+            self._dispatcher.time_copies(self._in_flight[0], now_s)
 
     def _commit(
         self, sequence: Sequence, output_index: int, output: HostOutput, row: int, now_s: float

@@ -136,9 +136,10 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     }
     if static.layout.row_pages:
         row_page_ids = array((static.layout.row_pages,), jnp.int32)
-        for name, function in (("save_row", save_row), ("restore_row", restore_row)):
-            moved = functools.partial(function, static=static)
-            programs[name] = Program(moved, (state, scalar, row_page_ids), 0, state_out)
+        row_move = (state, scalar, row_page_ids)
+        save, restore = (functools.partial(move, static=static) for move in (save_row, restore_slot))
+        programs["save_row"] = Program(save, row_move, 0, state_out)
+        programs["restore_row"] = Program(restore, row_move, 0, (state_out, everywhere))
 
     def over_state(function: Callable[..., Any], batch: Any) -> Program:
         return Program(
@@ -179,6 +180,13 @@ def set_bias(state: DeviceState, slot: jax.Array, bias_v: jax.Array) -> DeviceSt
 def force_tokens(state: DeviceState, slots_b: jax.Array, token_ids_b: jax.Array) -> DeviceState:
     """What the next decode step feeds to these slots; padding names the scratch slot."""
     return state.replace(last_token_s=state.last_token_s.at[slots_b].set(token_ids_b))
+
+
+def restore_slot(
+    state: DeviceState, slot: jax.Array, row_page_ids_q: jax.Array, static: Static
+) -> tuple[DeviceState, jax.Array]:
+    """A saved row into a slot, and something to wait for (the state itself is given to the next program)."""
+    return restore_row(state, slot, row_page_ids_q, static), slot + 1
 
 
 def compile_programs(
@@ -269,9 +277,11 @@ class DeviceSteps:
         seen = build_prompt_seen(sequence, self._vocab_size) if sampling.has_penalties else self._no_prompt
         self.run("set_slot", np.int32(sequence.slot), bias, seen, self._no_count, np.int32(0))
 
-    def restore_row(self, slot: int, row_page_ids: tuple[int, ...]) -> None:
-        """A saved row into a slot."""
-        self.run("restore_row", np.int32(slot), np.asarray(row_page_ids, np.int32))
+    def restore_row(self, slot: int, row_page_ids: tuple[int, ...]) -> jax.Array:
+        """A saved row into a slot. What it returns is there when the row is."""
+        restore = self._programs["restore_row"]
+        self.state, done = restore(self.state, np.int32(slot), np.asarray(row_page_ids, np.int32))
+        return done
 
     def save_row(self, slot: int, row_page_ids: tuple[int, ...]) -> None:
         """A slot's row, as the programs dispatched so far leave it, into pages."""

@@ -96,9 +96,21 @@ def test_a_hit_among_others_keeps_every_bit(engine, uncached, others):
     time.sleep(0.05)
     hit = ask(engine, prompt, "a")
     assert credited(hit) == 2 * G
+    assert 0 < hit.last().receipt["restore_s"] < hit.last().receipt["prefill_s"]
     same_answer(hit, uncached(prompt))
     for collector in noise:
         collector.last()
+
+
+def test_restores_are_timed_and_the_estimates_learn_from_them(engine):
+    prompt = prompt_of(14, 2 * G + 9)
+    rate = engine.call(lambda cache: cache.costs.bytes_per_s["device"]).result(10)
+    cold = ask(engine, prompt, "a").last().receipt
+    settled(engine)
+    hit = ask(engine, prompt, "a").last().receipt
+    assert cold["restore_s"] is None and 0 < hit["restore_s"] < hit["prefill_s"]
+    moved = engine.call(lambda cache: (cache.config.row_bytes, cache.costs.bytes_per_s["device"])).result(10)
+    assert moved[1] == pytest.approx(0.8 * rate + 0.2 * moved[0] / hit["restore_s"])
 
 
 def test_equal_prompts_at_once_are_computed_once(engine, uncached):
@@ -260,6 +272,9 @@ def test_boundaries_of_other_models(model, ranks):
             wait_idle(harness.engine)
             again = ask(harness.engine, prompt, "a")
             assert credited(again) == (n_tokens - 1) // G * G
+            restore_s = again.last().receipt["restore_s"]
+            assert (restore_s is None) == (credited(again) == 0)
+            assert model != "qwen3" or not restore_s  # there is no row to copy
             same_answer(cold, again)
             longer = ask(harness.engine, [*prompt, *prompt_of(3, 70)], "a")
             fresh = ask(harness.engine, [*prompt, *prompt_of(3, 70)], f"fresh{n_tokens}")
