@@ -1,0 +1,1 @@
+"""What did the model say: reasoning, content, tool calls? Incremental parsers of its output, one per family."""
