@@ -53,11 +53,13 @@ class Layout:
 
 def check_one_write(headers: Sequence[RecordHeader]) -> None:
     """Raises Damaged where the files of the ranks are not of one write."""
-    if len({header.write_id for header in headers}) > 1:
-        raise Damaged(MIXED, f"{headers[0].digest.hex()}.{headers[0].part}")
-    same = {replace(h, rank=0, payload_checksum=headers[0].payload_checksum) for h in headers}
-    if len(same) > 1:
-        raise Damaged(HEADER, f"the ranks of {headers[0].digest.hex()}.{headers[0].part} differ")
+    first = headers[0]
+    name = f"{first.digest.hex()}.{first.part}"
+    if any(header.write_id != first.write_id for header in headers):
+        raise Damaged(MIXED, name)
+    alike = (replace(h, rank=first.rank, payload_checksum=first.payload_checksum) for h in headers[1:])
+    if any(header != first for header in alike):
+        raise Damaged(HEADER, f"the ranks of {name} differ")
 
 
 def scan(
