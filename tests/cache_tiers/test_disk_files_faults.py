@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from cache_tiers.disk_files import PAGES, Damaged, DiskFolder, FolderUnusable, Missing, WriteFailed
 from cache_tiers.disk_files.files import Change, Op
 from tests.cache_tiers.disk_records import (
+    IDENTITY,
     expected,
     files_of,
     header,
@@ -120,6 +121,34 @@ def test_a_failed_write_leaves_what_was_there(
     switch.clear()
     write(folder, 1, version=3)
     assert version_on_disk(folder, 1) == 3
+
+
+def test_bytes_are_synced_before_their_names_and_names_before_the_answer(
+    tmp_path: Path, folder: DiskFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut would show. The real calls run; what they were made on is written down."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spied_fsync(fd: int) -> None:
+        fsync(fd)
+        calls.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().name.split('-')[0]}")
+
+    def spied_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        calls.append(f"rename {target.name}")
+
+    monkeypatch.setattr(os, "fsync", spied_fsync)
+    monkeypatch.setattr(os, "replace", spied_replace)
+    write(folder, 1)
+    names = [path.name for path in rank_files(tmp_path, 1)]
+    shard = names[0][:2]
+    assert calls == [
+        f"sync {IDENTITY.hex()}",  # the shard is new
+        *(f"sync {name}.tmp" for name in names),
+        *(f"rename {name}" for name in names),
+        f"sync {shard}",
+    ]
 
 
 @pytest.mark.parametrize("op", ["write", "sync", "link", "rename"])
