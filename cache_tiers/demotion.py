@@ -20,7 +20,7 @@ from cache_tiers.device_tier import DeviceTier
 from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node
 from cache_tiers.shelf import ShelfTier
 from cache_tiers.tier import NO_ROW
-from cache_tiers.transfer_jobs import CANCELLED, DONE, Outbox, Store
+from cache_tiers.transfer_jobs import CANCELLED, DONE, FAILURES, Outbox, Store
 
 EVICTED, PERSISTED, DRAINED = "evicted", "persisted", "drained"  # why a part was stored
 FLUSH = "flush"
@@ -374,7 +374,7 @@ class Demoter:
                 self._evict(node, tier, demotion.cause, now_s)
                 return True
         for (at, node), retry in self.retries.items():
-            if at == tier and retry.since_s <= limit_s:
+            if at == tier and (retry.reason in FAILURES or retry.since_s <= limit_s):
                 self._counters.skipped("source_gone")
                 self._evict(node, tier, "room", now_s)
                 return True

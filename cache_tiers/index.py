@@ -155,20 +155,31 @@ class Index:
         if nodes:
             parent = nodes[-1]
         else:
-            parent = self.roots.setdefault(path.root_digest, Node(path.root_digest, None, b"", 0))
+            parent = self.root(path.root_digest)
         for step in range(len(nodes), n_steps):
             digest, chunk = path.digests[step], path.tokens(step, self.step_bytes)
             node = self.nodes.get(digest)
             if node is None:
-                node = Node(digest, parent, chunk, parent.end_tokens + self.grid_tokens)
-                self.nodes[digest] = parent.children[digest] = node
-                if step == 0:
-                    self._first_steps.setdefault(chunk, set()).add(path.root_digest)
+                node = self.add(parent, digest, chunk)
             elif node.parent is not parent or node.tokens != chunk:
                 return False
             nodes.append(node)
             parent = node
         return True
+
+    def root(self, root_digest: bytes) -> Node:
+        """The root with this digest, made where it is new."""
+        if root_digest not in self.roots:
+            self.roots[root_digest] = Node(root_digest, None, b"", 0)
+        return self.roots[root_digest]
+
+    def add(self, parent: Node, digest: bytes, tokens: bytes) -> Node:
+        """A new node for one more grid step."""
+        node = Node(digest, parent, tokens, parent.end_tokens + self.grid_tokens)
+        self.nodes[digest] = parent.children[digest] = node
+        if parent.parent is None:
+            self._first_steps.setdefault(tokens, set()).add(parent.digest)
+        return node
 
     def remove(self, node: Node) -> None:
         """Forgets a node that is resident nowhere and has no children, and its root with the last one."""

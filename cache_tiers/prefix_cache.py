@@ -42,19 +42,20 @@ by `stored` or `loaded`; `source_read(job)` as soon as the device was told to re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cache_tiers import inspection, planning
+from cache_tiers import inspection, planning, reopening
 from cache_tiers.arena import ENTRIES, ROWS, PageArena
 from cache_tiers.checkpoints import TERMINAL, Wanted, last_grid_position, wanted_checkpoints
 from cache_tiers.config import CacheConfig
 from cache_tiers.costs import CostModel
 from cache_tiers.counters import CacheCounters
-from cache_tiers.demotion import Demoter
+from cache_tiers.demotion import DRAINED, Demoter
 from cache_tiers.device_tier import DeviceTier
+from cache_tiers.disk_files import RecordHeader, StoredRecord
 from cache_tiers.identity import Identity
 from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node, Path
 from cache_tiers.planning import CLOSED, OPEN, RUNNING, Plan
@@ -63,7 +64,7 @@ from cache_tiers.publishing import Publisher
 from cache_tiers.restoring import Restorer
 from cache_tiers.shelf import Shelf, ShelfTier
 from cache_tiers.tier import Tier
-from cache_tiers.transfer_jobs import TIMEOUT, Load, Outbox, Store
+from cache_tiers.transfer_jobs import NO_ROOM, TIMEOUT, Load, Outbox, Store
 
 
 class PrefixCache:
@@ -142,8 +143,8 @@ class PrefixCache:
         best_tokens = last_grid_position(n_tokens - 1, self.config.grid_tokens)
         allowed = n_tokens - 1 if limit_tokens is None else min(n_tokens - 1, limit_tokens)
         tiers, failed = range(len(TIERS)), after.failed if after is not None else None
-        if failed is not None and failed[1] == TIMEOUT:
-            tiers = range(TIERS.index(failed[0]))  # it is there, but not soon enough
+        if failed is not None and failed[1] in (TIMEOUT, NO_ROOM):
+            tiers = range(TIERS.index(failed[0]))  # it is there, but not soon enough, or too large
         plan = self._plan(
             tokens,
             request_id,
@@ -229,6 +230,15 @@ class PrefixCache:
         """Orders the loads of a plan that needs some. False where the device has no room for them now."""
         assert plan.state is OPEN and plan.sources
         return self.restorer.begin(plan, self._reserve)
+
+    def adopt(
+        self, records: Iterable[StoredRecord]
+    ) -> tuple[list[tuple[int, RecordHeader]], list[RecordHeader]]:
+        """Makes the records that a disk folder holds known, parents first: their handles, and those that cannot be
+        used: without their ancestors, or beyond the budget."""
+        return reopening.adopt(
+            self.index, self.disk, records, self._clock(), has_rows=self.config.row_pages > 0
+        )
 
     def tend(self) -> None:
         """Once a turn: room ahead of need, retries, deadlines."""
@@ -330,6 +340,21 @@ class PrefixCache:
                     tier.evict(node, "flush", now_s)
             for node in [n for n in self.index.nodes.values() if n.pages[tier.number] is not None]:
                 tier.drop_pages(node)  # of rows in other tiers, which stay, perhaps out of reach
+
+    def worth_keeping(self) -> list[Node]:
+        """Live checkpoints that are not on disk, the latest used first: for a server that drains."""
+        if not self.config.disk_bytes:
+            return []
+        nodes = [
+            node
+            for node in self.index.nodes.values()
+            if node.checkpoint and not node.checkpoint.superseded and node.checkpoint.rows[DISK] is None
+        ]
+        return sorted(nodes, key=lambda node: -node.checkpoint.last_use_s if node.checkpoint else 0.0)
+
+    def keep(self, node: Node) -> None:
+        """Copies a checkpoint to disk."""
+        self.demoter.persist(node, DRAINED)
 
     def demote_all(self, tier_name: str) -> int:
         """Begins to move everything of a tier to the next one; how much is left there. Call again until it is 0."""

@@ -18,7 +18,7 @@ from cache_tiers.index import DEVICE, TIERS, Ghost, Index
 from cache_tiers.planning import OPEN, Plan
 from cache_tiers.shelf import ShelfTier
 from cache_tiers.tier import NO_ROW
-from cache_tiers.transfer_jobs import CANCELLED, DONE, TIMEOUT, Load, Outbox
+from cache_tiers.transfer_jobs import CANCELLED, DONE, NO_ROOM, TIMEOUT, Load, Outbox
 
 
 class Restorer:
@@ -51,15 +51,18 @@ class Restorer:
         plan.sources = []
 
     def begin(self, plan: Plan, reserve: Callable[[int, str], list[int] | None]) -> bool:
-        """Reserves device pages for all sources and orders the loads. False where there is no room now."""
+        """Reserves device pages for all sources and orders the loads. False where there is no room now; the plan has
+        failed where there never can be."""
         per_node = self._config.grid_tokens // self._config.page_tokens
         n_nodes = sum(not source.row for source in plan.sources)
+        n_row_pages = self._config.row_pages if any(source.row for source in plan.sources) else 0
+        if not self._device.arena.can_ever_free(n_nodes * per_node + n_row_pages, "entries"):
+            plan.failed = (plan.chosen.tier or "", NO_ROOM)
+            return False
         page_ids = reserve(n_nodes * per_node, "entries")
         if page_ids is None:
             return False
-        row_ids: list[int] | None = []
-        if any(source.row for source in plan.sources):
-            row_ids = reserve(self._config.row_pages, ROWS)
+        row_ids = reserve(n_row_pages, ROWS)
         if row_ids is None:
             self._device.arena.release(page_ids)
             return False

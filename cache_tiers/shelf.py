@@ -85,6 +85,12 @@ class Shelf:
             else:
                 self.reserved_bytes -= entry.n_bytes
 
+    def forget(self, handle: int) -> None:
+        """Takes back a reservation whose bytes are somebody else's to remove."""
+        entry = self._entries.pop(handle)
+        assert entry.references == 1 and not entry.complete
+        self.reserved_bytes -= entry.n_bytes
+
     def reclaimed(self, handle: int) -> None:
         """The bytes of a discarded handle are really gone."""
         n_bytes = self._leaving.pop(handle)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Outcomes of a job, as the mover reports them.
 DONE, CANCELLED = "done", "cancelled"
 IO_ERROR, RANK_FAILED, DAMAGED, MISSING, TIMEOUT = "io_error", "rank_failed", "damaged", "missing", "timeout"
+NO_ROOM = "no_room"  # of a plan: the device can never hold what it would restore
 FAILURES = (IO_ERROR, RANK_FAILED, DAMAGED, MISSING, TIMEOUT)
 
 

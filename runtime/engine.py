@@ -35,12 +35,14 @@ from runtime.settling import Settling
 from runtime.step_plan import StepPlan
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
 from runtime.token_deltas import token_delta
+from runtime.transfers import TiersBehind, Transfers
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[TokenDelta], None]
 STEPS_IN_FLIGHT = 2
 STEP_HISTORY = 32  # summaries kept as evidence for a failure
+TRANSFER_POLL_S = 0.05  # transfers wake the engine; a pause of their pacing does not
 IDLE_CHECK_S = 1.0  # idle this long, the cache's books are checked whole, once
 
 
@@ -56,12 +58,25 @@ class Engine:
         queue_limit: int,
         memory_plan: MemoryPlan | None = None,
         settle_replies: bool = True,
+        behind: TiersBehind | None = None,
     ):
         self.memory_plan = memory_plan
         self._static = steps.static
         self._cache = cache
         self._scheduler = Scheduler(scheduler_config, cache)
         self._dispatcher = Dispatcher(steps, cache.row_restored)
+        behind = behind or TiersBehind()
+        self._transfers = Transfers(
+            cache,
+            steps,
+            disk=behind.disk,
+            rate_bytes_per_s=behind.rate_bytes_per_s,
+            faults=behind.faults,
+            wake=self._wake,
+        )
+        for handle, record in behind.adopted:
+            self._transfers.adopt(handle, record.digest, record.part)
+        self._drain_s = behind.drain_s
         self._settling = Settling(self._scheduler, enabled=settle_replies)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._queue_limit = queue_limit
@@ -215,7 +230,10 @@ class Engine:
         """Moves inbox, cancellations and calls in; waits while there is nothing to do. False: time to stop."""
         with self._lock:
             checked = False
-            while not (self._inbox or self._ends or self._calls or self._stopping or self._has_work()):
+            while not (self._has_messages() or self._has_work() or self._transfers.ready):
+                if self._transfers.busy:
+                    self._lock.wait(TRANSFER_POLL_S)
+                    continue
                 if not self._idle:
                     law_at_idle(self._scheduler)
                     images = self._dispatcher.images
@@ -253,6 +271,14 @@ class Engine:
                 if not isinstance(error, ValueError):  # a wrong argument is its caller's
                     raise
         return not stopping
+
+    def _has_messages(self) -> bool:
+        return bool(self._inbox or self._ends or self._calls or self._stopping)
+
+    def _wake(self) -> None:
+        """From any thread: there is something for the engine's to do."""
+        with self._lock:
+            self._lock.notify_all()
 
     def _has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._in_flight) or self._settling.n_waiting > 0
@@ -297,6 +323,7 @@ class Engine:
             del self._live[sequence.request_id]
 
     def _turn(self) -> None:
+        self._transfers.pump()
         if self._settling.n_waiting and not self._scheduler.has_work and not self._in_flight:
             self._arrivals += self._settling.begin(self._arrivals)
         plan = self._scheduler.plan_step()
@@ -306,6 +333,9 @@ class Engine:
             self._in_flight.append(step)
         if self._in_flight and (not plan.computes or len(self._in_flight) >= STEPS_IN_FLIGHT):
             self._complete(self._in_flight.popleft())
+        elif plan.empty and self._transfers.busy:  # everybody waits for a transfer
+            with self._lock:
+                self._lock.wait_for(lambda: self._has_messages() or self._transfers.ready, TRANSFER_POLL_S)
         self._last_turn_s = time.monotonic()
         self._stats = self._snapshot()
 
@@ -383,8 +413,24 @@ class Engine:
         while self._in_flight:
             self._complete(self._in_flight.popleft())
         self._end_all("the engine was stopped before the request had finished")
-        law_at_idle(self._scheduler)
+        self._save_what_is_worth_keeping()
+        self._transfers.stop()
         self._tell_the_rest()
+
+    def _save_what_is_worth_keeping(self) -> None:
+        """Draining: what is live and not on disk yet goes there, the latest used first, as far as the time goes."""
+        end_s = time.monotonic() + self._drain_s
+        for node in self._cache.worth_keeping():
+            if time.monotonic() >= end_s:
+                break
+            self._cache.keep(node)
+            while self._transfers.busy and time.monotonic() < end_s:
+                self._transfers.pump()
+                with self._lock:
+                    self._lock.wait_for(lambda: self._transfers.ready, TRANSFER_POLL_S)
+        self._transfers.pump()
+        if not self._transfers.busy:
+            law_at_idle(self._scheduler)
 
     def _fail(self, error: Exception) -> None:
         """The disorderly end: nothing on the device is trusted any more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from cache_tiers.arena import PageArena
 from cache_tiers.config import CacheConfig
+from cache_tiers.disk_files import DiskFolder
 from cache_tiers.prefix_cache import PrefixCache
 from model.cache_layout import cache_layout
 from model.config import ModelConfig, load_config
@@ -29,6 +30,7 @@ from model.state import make_state, state_bytes_per_rank
 from model.static import Static
 from runtime.cache_identity import identity_of
 from runtime.engine import Engine
+from runtime.faults import Faults
 from runtime.memory_plan import DoesNotFit, MemoryNeeds, MemoryPlan, plan_memory
 from runtime.remembered import recall_bytes, remember_bytes
 from runtime.scheduler_config import SchedulerConfig
@@ -40,9 +42,12 @@ from runtime.steps import (
     compile_programs,
     declare_programs,
     decode_name,
+    gather_name,
     prefill_name,
     temporary_bytes,
 )
+from runtime.swap import CHUNK_PAGES
+from runtime.tiers_building import RESERVE_SHARE, TierOptions, host_bytes, open_disk, tiers_behind
 
 TRIAL_PAGES = 128  # arena of the programs that are compiled only to learn their temporaries
 TRIAL_MARGIN = 1.03  # XLA packs a program's buffers a little differently over another arena
@@ -78,6 +83,7 @@ class EngineOptions:
     cache_policy: str = "recency"
     settle_replies: bool = True
     reuse_generated: bool = False
+    tiers: TierOptions = field(default_factory=TierOptions)
     explain_foreign: bool = True  # may a receipt say that another salt has the prompt's beginning?
 
 
@@ -126,7 +132,16 @@ class _Setup:
             page_tokens=page_tokens,
             prefill_budget_tokens=self.options.prefill_tokens,
             decode_buckets_rows=self.decode_buckets_rows,
+            part_sizes_pages=self.part_sizes_pages,
         )
+
+    @property
+    def part_sizes_pages(self) -> tuple[int, ...]:
+        """Of what moves behind the device: a grid step's pages, and a row."""
+        if not (self.options.prefix_cache and self.options.tiers.may_exist):
+            return ()
+        layout = self.static.layout
+        return tuple(n for n in (self.grid_tokens // layout.page_tokens, layout.row_pages) if n)
 
 
 def plan_only(options: EngineOptions, progress: Progress | None = None) -> MemoryPlan:
@@ -143,6 +158,8 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     """
     setup = _set_up(options)
     static = setup.static
+    tiers = options.tiers if options.prefix_cache else TierOptions()
+    host_tier_bytes = host_bytes(tiers, jax.devices()[0].platform)  # refused before anything is loaded
     memory = _device_memory(options)  # before the weights take their part of what is free
     plan_memory(_needs(setup, memory, temporary_bytes=0))  # what cannot fit is not loaded
 
@@ -182,19 +199,10 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         row_image_bytes=state_bytes_per_rank(static, 1) * layout.ranks,
         swap_capacity_bytes=_swap_bytes(options),
     )
+    identity = identity_of(static, setup.grid_tokens, options.model_dir)
+    disk = open_disk(tiers, layout, identity, setup.grid_tokens, progress)
     cache = PrefixCache(
-        CacheConfig(
-            grid_tokens=setup.grid_tokens,
-            page_tokens=layout.page_tokens,
-            page_bytes=layout.page_bytes,
-            row_bytes=layout.row_bytes,
-            policy=options.cache_policy,
-            enabled=options.prefix_cache,
-            reuse_generated=options.reuse_generated,
-            explain_foreign=options.explain_foreign,
-        ),
-        PageArena(plan.n_pages),
-        identity_of(static, setup.grid_tokens, options.model_dir),
+        _cache_config(setup, host_tier_bytes, plan.n_pages, disk), PageArena(plan.n_pages), identity
     )
     return Engine(
         steps,
@@ -204,6 +212,31 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         options.queue_limit,
         plan,
         settle_replies=options.settle_replies,
+        behind=tiers_behind(tiers, cache, disk, Faults(), jax.devices()[0].platform),
+    )
+
+
+def _cache_config(setup: _Setup, host_tier_bytes: int, n_pages: int, disk: DiskFolder | None) -> CacheConfig:
+    """The cache's sizes. The reserve covers what is allocated while stores are on their way: a prefill step and its
+    rows, but never more than a small share of the device."""
+    options, layout = setup.options, setup.static.layout
+    step_pages = options.prefill_tokens // layout.page_tokens + 2 * layout.row_pages
+    return CacheConfig(
+        grid_tokens=setup.grid_tokens,
+        page_tokens=layout.page_tokens,
+        page_bytes=layout.page_bytes,
+        row_bytes=layout.row_bytes,
+        policy=options.cache_policy,
+        enabled=options.prefix_cache,
+        reuse_generated=options.reuse_generated,
+        explain_foreign=options.explain_foreign,
+        ranks=layout.ranks,
+        host_bytes=host_tier_bytes,
+        disk_bytes=options.tiers.disk_bytes if disk is not None else 0,
+        disk_overhead_bytes=disk.overhead_bytes if disk is not None else 0,
+        persist_eagerly=options.tiers.persist_eagerly,
+        reserve_pages=min(int(n_pages * RESERVE_SHARE), step_pages),
+        host_reserve_bytes=int(host_tier_bytes * RESERVE_SHARE) if disk is not None else 0,
     )
 
 
@@ -264,7 +297,11 @@ def _plan(setup: _Setup, memory: tuple[int, str], progress: Progress | None) -> 
             return plan_memory(_needs(setup, memory, remembered_bytes))
     trial = setup.trial_shapes
     programs = declare_programs(setup.static, setup.params, trial)
-    names = (prefill_name(trial.grid_tokens), decode_name(trial.decode_buckets_rows[-1]), "gather_pages")
+    names = (
+        prefill_name(trial.grid_tokens),
+        decode_name(trial.decode_buckets_rows[-1]),
+        gather_name(CHUNK_PAGES),
+    )
     compiled = compile_programs({name: programs[name] for name in names}, progress)
     largest_bytes = max(temporary_bytes(compiled).values())
     return plan_memory(_needs(setup, memory, int(largest_bytes * TRIAL_MARGIN)))

@@ -169,7 +169,8 @@ class Scheduler:
             whole = alone and not any(sequence.settles for sequence in self.admitted)
             budget_tokens = self.config.prefill_budget_tokens if whole else self.config.grid_tokens
             prefills = self._plan_prefill(budget_tokens, step)
-        idle = not (prefills or entries or preemptions or admissions or self.pages.n_fenced)
+        comes_back = self.pages.n_fenced or self.cache.waits_for_stores
+        idle = not (prefills or entries or preemptions or admissions or comes_back)
         if idle and self.admitted and all(_waits_for_pages(other) for other in self.admitted):
             # Prompts hold all pages and none can grow: the newest gives way to the others.
             self._preempt(self.admitted[-1], preemptions)
@@ -195,18 +196,27 @@ class Scheduler:
             if not sequence.has_swap_image and self._unread_outputs(sequence):
                 break  # its last token is still being computed; it can be replayed once that is read
             plan = None if sequence.has_swap_image else self._look_up(sequence)
+            if plan is not None and plan.loading:
+                self._planned[sequence] = plan  # its prefix is on its way to the device; those behind go on
+                continue
             waits = plan is not None and self._is_on_its_way(plan)
-            if waits or not self._has_room(sequence, plan):
+            page_ids = None if waits else self._room_for(sequence, plan)
+            if page_ids is not None and plan is not None and plan.sources:
+                if self.cache.begin_restore(plan) or plan.failed:
+                    self._planned[sequence] = plan
+                    continue
+                page_ids = None
+            if page_ids is None:
                 if plan is not None:
                     self.cache.abort(plan)
                 if waits:
                     continue
                 break
-            admissions.append(self._take_in(sequence, plan, step))
+            admissions.append(self._take_in(sequence, plan, page_ids, step))
         return admissions
 
     def _is_on_its_way(self, plan: Plan) -> bool:
-        """Whether an admitted sequence is about to publish a deeper checkpoint of this prompt."""
+        """Whether another sequence is about to publish a deeper checkpoint of this prompt, or to restore one."""
         grid_tokens, digests = self.config.grid_tokens, plan.path.digests
         for other in self.admitted:
             for end_tokens in other.awaited_ends_tokens:
@@ -218,12 +228,27 @@ class Scheduler:
                     and other.plan.path.digests[step] == digests[step]
                 ):
                     return True
+        for restoring in self._planned.values():
+            end_tokens = restoring.restored_tokens
+            step = end_tokens // grid_tokens - 1
+            deeper = end_tokens > plan.restored_tokens or (
+                plan.sources and end_tokens == plan.restored_tokens
+            )
+            if (
+                restoring.loading
+                and deeper
+                and step < len(digests)
+                and restoring.path.digests[step] == digests[step]
+            ):
+                return True
         return False
 
     def _look_up(self, sequence: Sequence) -> Plan:
         plan = self._planned.pop(sequence, None)
-        if plan is not None:
+        if plan is not None and not plan.failed:
             return plan
+        if plan is not None:
+            self.cache.abort(plan)
         request = sequence.request
         return self.cache.lookup(
             np.asarray(request.prompt_token_ids, np.int32),
@@ -231,7 +256,14 @@ class Scheduler:
             salt=request.cache_salt,
             message_ends_tokens=request.message_ends_tokens,
             again=sequence.first_plan is not None,
+            after=plan,
         )
+
+    def _room_for(self, sequence: Sequence, plan: Plan | None) -> list[int] | None:
+        """The pages it begins with, where there is room for all of its prompt; None where there is not, now."""
+        if not self._has_room(sequence, plan):
+            return None
+        return plan.page_ids if plan is not None else self.cache.reserve_pages(self._image_pages(sequence))
 
     def _has_room(self, sequence: Sequence, plan: Plan | None) -> bool:
         """Room for the whole prompt beyond what others were promised; one that is alone needs none beforehand."""
@@ -250,16 +282,14 @@ class Scheduler:
         """Free, or held by nobody but the cache."""
         return self.pages.n_free + self.pages.n_evictable
 
-    def _take_in(self, sequence: Sequence, plan: Plan | None, step: int) -> Admission:
+    def _take_in(self, sequence: Sequence, plan: Plan | None, page_ids: list[int], step: int) -> Admission:
         slots = self.slots.allocate(1)
-        page_ids = self.cache.reserve_pages(self._image_pages(sequence))
-        if slots is None or page_ids is None:
-            raise BrokenLaw("admission found no room although it had looked")
+        if slots is None:
+            raise BrokenLaw("admission found no slot although it had looked")
         self.queue.remove(sequence)
         sequence.slot = slots[0]
         row_page_ids = tuple(plan.row_page_ids) if plan is not None else ()
         if plan is not None:
-            page_ids = plan.page_ids
             self.cache.commit_restore(plan, last_step=step)
             sequence.plan = plan
             sequence.awaited_ends_tokens = {wanted.end_tokens for wanted in plan.wanted}
@@ -287,8 +317,8 @@ class Scheduler:
                 continue
             position = sequence.computed_tokens
             while not (grown := self._grow(sequence, position + 1)):
-                if self.pages.n_fenced or sequence in protected:
-                    break  # fenced pages come back when the step in flight has finished
+                if self.pages.n_fenced or self.cache.waits_for_stores or sequence in protected:
+                    break  # pages come back when the step in flight, or a store, has finished
                 victim = next(other for other in reversed(self.admitted) if other not in protected)
                 self._preempt(victim, preemptions)
                 if victim is sequence:

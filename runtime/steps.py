@@ -79,6 +79,7 @@ class StepShapes:
     page_tokens: int
     prefill_budget_tokens: int
     decode_buckets_rows: tuple[int, ...]
+    part_sizes_pages: tuple[int, ...] = ()  # of what moves to and from the tiers behind the device
 
     @property
     def tile_sizes_tokens(self) -> tuple[int, ...]:
@@ -118,10 +119,6 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     vector = {kind: array((vocab,), kind) for kind in (jnp.float32, jnp.bool_, jnp.int32)}
     sampler = (vector[jnp.float32], vector[jnp.bool_], vector[jnp.int32])
     pages = state.pages_rnw
-    chunk = jax.ShapeDtypeStruct(
-        (pages.shape[0], swap.CHUNK_PAGES, pages.shape[2]), pages.dtype, sharding=pages.sharding
-    )
-    chunk_ids = array((swap.CHUNK_PAGES,), jnp.int32)
     rows_most = array((shapes.decode_buckets_rows[-1],), jnp.int32)
 
     programs = {
@@ -129,11 +126,16 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
         "set_sampler": Program(forward.set_sampler, (state, scalar, *sampler, scalar), 0, state_out),
         "set_bias": Program(set_bias, (state, scalar, vector[jnp.float32]), 0, state_out),
         "force_tokens": Program(force_tokens, (state, rows_most, rows_most), 0, state_out),
-        "gather_pages": Program(swap.gather_pages, (state, chunk_ids), None, chunk.sharding),
-        "scatter_pages": Program(swap.scatter_pages, (state, chunk_ids, chunk), 0, state_out),
         "gather_row": Program(swap.gather_row, (state, scalar), None, row_out),
         "scatter_row": Program(swap.scatter_row, (state, scalar, row), 0, state_out),
     }
+    for n_pages in {swap.CHUNK_PAGES, *shapes.part_sizes_pages}:
+        ids = array((n_pages,), jnp.int32)
+        words = jax.ShapeDtypeStruct(
+            (pages.shape[0], n_pages, pages.shape[2]), pages.dtype, sharding=pages.sharding
+        )
+        programs[gather_name(n_pages)] = Program(swap.gather_pages, (state, ids), None, pages.sharding)
+        programs[scatter_name(n_pages)] = Program(swap.scatter_pages, (state, ids, words), 0, state_out)
     if static.layout.row_pages:
         row_page_ids = array((static.layout.row_pages,), jnp.int32)
         row_move = (state, scalar, row_page_ids)
@@ -162,6 +164,14 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
         empty_rows = build_decode(DecodeCall(n_rows, ()), shapes.table_pages, 0)
         programs[decode_name(n_rows)] = over_state(forward.decode, like(empty_rows))
     return programs
+
+
+def gather_name(n_pages: int) -> str:
+    return f"gather_{n_pages}_pages"
+
+
+def scatter_name(n_pages: int) -> str:
+    return f"scatter_{n_pages}_pages"
 
 
 def prefill_name(tile_tokens: int) -> str:
@@ -344,9 +354,17 @@ class DeviceSteps:
             )
         return replace(host, logits_bv=np.asarray(output.logits_bv)) if with_logits else host
 
+    def gather_part(self, page_ids: tuple[int, ...]) -> jax.Array:
+        """The words of a part's pages, [ranks, pages, page_words]: a copy, made before any later program runs."""
+        return self._programs[gather_name(len(page_ids))](self.state, np.asarray(page_ids, np.int32))
+
+    def scatter_part(self, page_ids: tuple[int, ...], words_rnw: jax.Array) -> None:
+        """Writes a part's words into these pages before any later program runs."""
+        self.run(scatter_name(len(page_ids)), np.asarray(page_ids, np.int32), words_rnw)
+
     def swap_out(self, slot: int, page_ids: tuple[int, ...]) -> swap.SwapImage:
         """A byte-exact copy of a slot and its pages in host memory. Waits for the device."""
-        gather = self._programs["gather_pages"]
+        gather = self._programs[gather_name(swap.CHUNK_PAGES)]
         row = self._programs["gather_row"](self.state, np.int32(slot))
         chunks = [np.asarray(gather(self.state, chunk)) for chunk in swap.chunks_of(page_ids)]
         return swap.SwapImage(len(page_ids), tuple(chunks), tuple(np.asarray(leaf) for leaf in row))
@@ -356,5 +374,5 @@ class DeviceSteps:
         if len(page_ids) != image.n_pages:
             raise ValueError(f"an image of {image.n_pages} pages cannot go into {len(page_ids)}")
         for chunk, words in zip(swap.chunks_of(page_ids), image.chunks, strict=True):
-            self.run("scatter_pages", chunk, words)
+            self.run(scatter_name(swap.CHUNK_PAGES), chunk, words)
         self.run("scatter_row", np.int32(slot), image.row)

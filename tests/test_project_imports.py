@@ -25,11 +25,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"pallas_kernels"},
     ),
     "pallas_kernels": (JAX | {"numpy"}, set()),
-    "cache_tiers": ({"numpy", "xxhash", "crc32c", "google_crc32c"}, set()),
+    "cache_tiers": ({"numpy", "xxhash"}, set()),
     "runtime": (
         JAX
         | {"numpy", "aiohttp", "tokenizers", "jinja2", "msgspec", "prometheus_client", "huggingface_hub"}
-        | {"tqdm", "ml_dtypes"},
+        | {"tqdm", "ml_dtypes", "xxhash"},
         {"model", "cache_tiers"},
     ),
     "qualify": ({"aiohttp", "numpy", "matplotlib"}, set()),

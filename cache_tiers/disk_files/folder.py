@@ -37,6 +37,7 @@ from cache_tiers.disk_files.layout import LOCK_FILE, QUARANTINE_FOLDER, RecordFi
 from cache_tiers.disk_files.locking import lock_file
 from cache_tiers.disk_files.quarantine import Quarantine, QuarantineLimits
 from cache_tiers.disk_files.record import (
+    PAGES,
     WRITE_ID_BYTES,
     Buffer,
     RecordHeader,
@@ -134,6 +135,16 @@ class DiskFolder:
     def record_bytes(self, part: str) -> int:
         """What a record of this part occupies, all ranks together (file lengths; the file system rounds up)."""
         return self._layout.ranks * self._layout.file_bytes(part)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What a record occupies beyond its payload, all ranks together."""
+        layout = self._layout
+        return layout.ranks * (layout.file_bytes(PAGES) - layout.payload_bytes[PAGES])
+
+    def paths(self, digest: bytes, part: str) -> list[Path]:
+        """A record's files, by rank, whether they are there or not."""
+        return self._files(digest, part).finals()
 
     @property
     def foreign_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from runtime.engine import Engine
 from runtime.engine_builder import EngineOptions, plan_only
 from runtime.request import GenerationRequest, SamplingParams, TokenDelta
 from runtime.steps import DeviceSteps
+from runtime.tiers_building import TierOptions
+from runtime.transfers import TiersBehind
 from tests.shared import shared_path
 
 ARENA_PAGES = 41
@@ -39,6 +42,7 @@ def options_for(model: str, ranks: int = 1) -> EngineOptions:
         queue_limit=64,
         swap_bytes=1 << 30,
         return_logits=True,
+        tiers=TierOptions(host_bytes=1),  # for the programs of transfers; `again` says how large it really is
     )
     needs = plan_only(options).needs
     return replace(options, device_memory_bytes=needs.fixed_bytes + ARENA_PAGES * needs.page_bytes)
@@ -52,17 +56,27 @@ class Harness:
         self.reference = np.load(model_dir / "reference.npz")
         engine.start()
 
-    def again(self, cache_changes: dict | None = None, *, settle_replies: bool = True, **changes) -> Engine:
-        """Another engine on the same programs, with a device state and a cache of its own."""
+    def again(
+        self,
+        cache_changes: dict | None = None,
+        *,
+        settle_replies: bool = True,
+        behind: Callable[[PrefixCache], TiersBehind] | None = None,
+        **changes,
+    ) -> Engine:
+        """Another engine on the same programs, with a device state and a cache of its own; `behind` makes its tiers."""
         config = replace(self.engine._scheduler.config, **changes)
         cache = self.engine._cache
-        cache_config = replace(cache.config, **(cache_changes or {}))
+        cache_config = replace(
+            cache.config, **({"host_bytes": 0, "reserve_pages": 0} | (cache_changes or {}))
+        )
         fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity)
         old = self.steps
         state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots)
         steps = DeviceSteps(old.static, old.params, state, old.shapes, old._programs)
         eos = tuple(self.engine._eos_token_ids)
-        engine = Engine(steps, config, fresh, eos, 64, settle_replies=settle_replies)
+        tiers = behind(fresh) if behind is not None else None
+        engine = Engine(steps, config, fresh, eos, 64, settle_replies=settle_replies, behind=tiers)
         engine.start()
         return engine
 
@@ -125,7 +139,12 @@ def wait_idle(engine: Engine, timeout_s: float = 30) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         stats = engine.stats()
-        if not engine._has_work() and stats.pages_held == stats.pages_fenced == stats.rows_active == 0:
+        transfers = engine._transfers
+        if (
+            not engine._has_work()
+            and not transfers.busy
+            and stats.pages_held == stats.pages_fenced == stats.rows_active == 0
+        ):
             assert stats.pages_free + stats.pages_cached == stats.pages_capacity
             assert stats.healthy and stats.alive
             return
