@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -36,6 +36,8 @@ class TokenBytes:
             self._raw[token_id] = value
         self._shown = [b"" if i in self.special_ids else value for i, value in enumerate(self._raw)]
 
+        self.added_ids = {added["content"]: added["id"] for added in tokenizer_json.get("added_tokens") or ()}
+
     def raw(self, token_id: int) -> bytes:
         """All bytes of the token, special or not; ids the tokenizer does not know have none."""
         return self._raw[token_id] if token_id < len(self._raw) else b""
@@ -48,14 +50,27 @@ class TokenBytes:
 
 class IncrementalDecoder:
     """Turns tokens into text as they come. Bytes that may still become a character are held back; bytes that
-    cannot give U+FFFD, as in the tokenizer's own decode; a character cut by the end is dropped."""
+    cannot give U+FFFD, as in the tokenizer's own decode; a character cut by the end is dropped.
 
-    def __init__(self, token_bytes: TokenBytes):
+    `markers` names tokens that are shown as a text of the caller's, whatever their bytes.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, markers: Mapping[int, str] | None = None):
         self._token_bytes = token_bytes
+        self._markers = markers or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_ids: Iterable[int]) -> str:
-        return self._utf8.decode(self._token_bytes.shown(token_ids))
+    def feed(self, token_ids: tuple[int, ...]) -> str:
+        if self._markers.keys().isdisjoint(token_ids):
+            return self._utf8.decode(self._token_bytes.shown(token_ids))
+        pieces: list[str] = []
+        for token_id in token_ids:
+            marker = self._markers.get(token_id)
+            if marker is None:
+                pieces.append(self._utf8.decode(self._token_bytes.shown((token_id,))))
+            else:
+                pieces.append(self._utf8.decode(b"", final=True) + marker)
+        return "".join(pieces)
 
 
 def _piece_decoder(decoder: dict[str, Any] | None) -> Any:

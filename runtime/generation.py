@@ -115,7 +115,9 @@ class Generation:
     def usage_total(self) -> Usage:
         return total_usage([assembler.usage for assembler in self._assemblers], self.answer.request.n)
 
-    def submit(self, engine: TokenEngine, bridge: DeltaBridge, builder: PromptBuilder) -> None:
+    def submit(
+        self, engine: TokenEngine, bridge: DeltaBridge, builder: PromptBuilder, metrics: ServerMetrics
+    ) -> None:
         """Submits every choice; where one is refused, the earlier ones are cancelled and the error is
         raised.
         """
@@ -138,7 +140,14 @@ class Generation:
                 wants_receipt=request.cache_receipt,
                 wants_logits_digest=request.logits_digests,
             )
-            assembler = ChoiceAssembler(index, request, builder.tokenizer.token_bytes, len(prompt.token_ids))
+            assembler = ChoiceAssembler(
+                index,
+                request,
+                builder.tokenizer.token_bytes,
+                prompt,
+                builder.output_format,
+                metrics.malformed_output,
+            )
             self._assemblers.append(assembler)
             self._engine_ids.append(engine_request.request_id)
             try:
@@ -178,7 +187,7 @@ class Generation:
             shown.append(choice)
             if choice.finish_reason is not None:
                 self._live.discard(index)
-                if delta.finish_reason is None and self._engine is not None:  # at a stop string
+                if delta.finish_reason is None and self._engine is not None:  # at a stop string or call
                     self._engine.finish(self._engine_ids[index], choice.usage.completion_tokens)
         return shown
 
@@ -216,7 +225,7 @@ class Generator:
         self._check_lengths(request, prompts)
         generation = Generation(Answer(request, response_id, int(time.time()), prompts))
         try:
-            generation.submit(self._engine, self._bridge, self._builder)
+            generation.submit(self._engine, self._bridge, self._builder, self._metrics)
         except QueueFull:
             self._metrics.refused("queue_full")
             raise queue_full() from None

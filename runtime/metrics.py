@@ -79,12 +79,21 @@ class ServerMetrics:
             "Tool calls in history without a JSON object.",
             registry=registry,
         )
+        self._malformed_output = Counter(
+            "strata_malformed_output",
+            "Places where a model's output broke the form of its tool calls.",
+            ["cause"],
+            registry=registry,
+        )
 
     def refused(self, cause: str) -> None:
         self._refused.labels(cause).inc()
 
     def malformed_arguments(self, count: int) -> None:
         self._malformed.inc(count)
+
+    def malformed_output(self, cause: str) -> None:
+        self._malformed_output.labels(cause).inc()
 
     def first_token(self, elapsed_s: float) -> None:
         self._first_token_s.observe(elapsed_s)

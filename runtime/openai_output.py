@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
+from runtime.answer_parts import MAX_TEXT_CHARS, collected_parts, short_parts
 from runtime.api_errors import ErrorBody
 from runtime.detokenizer import TokenBytes
+from runtime.parsers.events import CallArguments, CallStart, Content, Reasoning
 from runtime.request import TokenLogprob, Usage
-from runtime.serve_request import Answer, ChoiceDelta
+from runtime.serve_request import Answer, ChoiceDelta, Part
 
 DONE = b"data: [DONE]\n\n"
-# JSON escapes one character to at most six bytes; a data line stays under 64 KiB.
-_MAX_TEXT_CHARS = 8_000
 _MAX_IDS_PER_CHUNK = 6_000
 _LOWEST_LOGPROB = -9999.0
 
@@ -42,7 +42,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -74,12 +74,12 @@ class AnswerEncoder(ABC):
         """Choice objects that come before the first token of a choice."""
 
     @abstractmethod
-    def _piece(self, text: str) -> dict[str, Any]:
-        """The part of a streamed choice that carries text."""
+    def _piece(self, index: int, part: Part | None) -> dict[str, Any] | None:
+        """What a streamed choice carries of one part, or where it carries none; None for what is not said."""
 
     @abstractmethod
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        """The part of a whole choice that carries its text."""
+    def _message(self, index: int, parts: list[Part]) -> dict[str, Any]:
+        """What a whole choice carries of its parts."""
 
     @abstractmethod
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
@@ -106,21 +106,21 @@ class AnswerEncoder(ABC):
         request = self._request
         ids_wanted = (request.return_token_ids or request.logits_digests) and bool(delta.token_ids)
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
-        if delta.text or ids_wanted or logprobs or (request.continuous_usage and delta.token_ids):
-            choice = {"index": index, **self._piece(delta.text[:_MAX_TEXT_CHARS]), "logprobs": logprobs}
-            choice["finish_reason"] = None
-            if request.return_token_ids:
+        pieces = [
+            piece for part in short_parts(delta.parts) if (piece := self._piece(index, part)) is not None
+        ]
+        if not pieces and (ids_wanted or logprobs or (request.continuous_usage and delta.token_ids)):
+            pieces = [self._piece(index, None) or {}]
+        for i, piece in enumerate(pieces):
+            # What belongs to the delta's tokens goes with its first piece.
+            choice = {"index": index, **piece, "logprobs": None if i else logprobs, "finish_reason": None}
+            if request.return_token_ids and not i:
                 choice["token_ids"] = delta.token_ids
-            if request.logits_digests:
+            if request.logits_digests and not i:
                 choice["logits_digests"] = delta.logits_digests
             yield self._chunk(choice, delta.usage)
-            for start in range(_MAX_TEXT_CHARS, len(delta.text), _MAX_TEXT_CHARS):
-                piece = self._piece(delta.text[start : start + _MAX_TEXT_CHARS])
-                yield self._chunk(
-                    {"index": index, **piece, "logprobs": None, "finish_reason": None}, delta.usage
-                )
         if delta.finish_reason is not None:
-            choice = {"index": index, **self._piece(""), "logprobs": None}
+            choice = {"index": index, **(self._piece(index, None) or {}), "logprobs": None}
             choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
             if request.cache_receipt:
                 choice["cache_receipt"] = delta.receipt
@@ -166,7 +166,7 @@ class AnswerEncoder(ABC):
             )
         choice = {
             "index": index,
-            **self._message(index, "".join(delta.text for delta in deltas)),
+            **self._message(index, [part for delta in deltas for part in delta.parts]),
             "logprobs": logprobs,
             "finish_reason": deltas[-1].finish_reason,
             "stop_reason": deltas[-1].stop_reason,
@@ -198,11 +198,45 @@ class ChatEncoder(AnswerEncoder):
         first = {"index": index, **role, **ids[0]}
         return [first, *({"index": index, "delta": {}, "finish_reason": None, **more} for more in ids[1:])]
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def __init__(self, answer: Answer, token_bytes: TokenBytes):
+        super().__init__(answer, token_bytes)
+        self._n_calls: dict[int, int] = {}
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def _piece(self, index: int, part: Part | None) -> dict[str, Any] | None:
+        if part is None:
+            return {"delta": {}}
+        if isinstance(part, Content):
+            return {"delta": {"content": part.text}}
+        if isinstance(part, Reasoning):
+            return {"delta": self._reasoning(part.text)}
+        if isinstance(part, CallStart):
+            self._n_calls[index] = self._n_calls.get(index, 0) + 1
+            call = {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+        elif isinstance(part, CallArguments):
+            call = {"function": {"arguments": part.text}}
+        else:
+            return None
+        return {"delta": {"tool_calls": ({"index": self._n_calls[index] - 1, **call},)}}
+
+    def _reasoning(self, text: str) -> dict[str, str]:
+        return dict.fromkeys(self._request.reasoning_fields, text)
+
+    def _message(self, index: int, parts: list[Part]) -> dict[str, Any]:
+        said = collected_parts(parts)
+        content = said.content if said.content or not (said.calls or said.reasoning) else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if said.reasoning:
+            message.update(self._reasoning(said.reasoning))
+        if said.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in said.calls
+            ]
+        return {"message": message}
 
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
         entries = []
@@ -230,16 +264,16 @@ class CompletionEncoder(AnswerEncoder):
             {"index": index, "text": "", "finish_reason": None, **ids} for ids in self._prompt_ids(index)
         ]
         echoed = self._echo(index)
-        for start in range(0, len(echoed), _MAX_TEXT_CHARS):
-            text = echoed[start : start + _MAX_TEXT_CHARS]
+        for start in range(0, len(echoed), MAX_TEXT_CHARS):
+            text = echoed[start : start + MAX_TEXT_CHARS]
             choices.append({"index": index, "text": text, "logprobs": None, "finish_reason": None})
         return choices
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _piece(self, index: int, part: Part | None) -> dict[str, Any]:
+        return {"text": part.text if isinstance(part, Content) else ""}
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        return {"text": self._echo(index) + text}
+    def _message(self, index: int, parts: list[Part]) -> dict[str, Any]:
+        return {"text": self._echo(index) + collected_parts(parts).content}
 
     def _echo(self, index: int) -> str:
         if not self._request.echo:

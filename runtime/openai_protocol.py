@@ -6,6 +6,7 @@ HTTP thread, or on a worker for large bodies. Source: the OpenAI API reference, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from runtime.json_body import Fields, check_token_ids
 from runtime.messages import Conversation, read_conversation
 from runtime.request import SamplingParams
 from runtime.serve_request import ChatPrompt, ServeRequest, TextPrompts
+from runtime.tools import read_tools
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
@@ -61,13 +63,16 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class ProtocolLimits:
-    """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults)."""
+    """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults).
+    `can_call_tools`: whether the form of its tool calls is known."""
 
     vocab_size: int
     max_model_tokens: int
     max_choices: int
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     logits_digests: bool = False
+    can_call_tools: bool = False
+    reasoning_fields: tuple[str, ...] = ServeRequest.reasoning_fields
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
@@ -92,7 +97,7 @@ def parse_chat(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedRequest
     """A /v1/chat/completions body. Raises ApiError 400 with the path of the field that is wrong."""
     fields = Fields(body)
     _refuse_constraints(fields)
-    _refuse_tools(fields)
+    tools = read_tools(fields, can_call=limits.can_call_tools)
     if fields.string("chat_template") is not None:
         raise invalid_value("chat_template", "a request cannot bring its own template")
     conversation = read_conversation(fields)
@@ -102,6 +107,7 @@ def parse_chat(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedRequest
         _template_variables(fields),
         add_generation_prompt=not continues and fields.boolean("add_generation_prompt", True),
         continue_final_message=continues,
+        tools=tools.definitions,
     )
     wants_logprobs = fields.boolean("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
@@ -110,7 +116,12 @@ def parse_chat(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedRequest
     logprobs = (top or 0) if wants_logprobs else None
     if fields.boolean("echo"):
         raise unsupported("echo")
-    request = _request(fields, limits, prompt, logprobs)
+    request = dataclasses.replace(
+        _request(fields, limits, prompt, logprobs),
+        tools=tools,
+        include_reasoning=fields.boolean("include_reasoning", True),
+        reasoning_fields=limits.reasoning_fields,
+    )
     return ParsedRequest(request, fields.unread(), conversation.malformed_arguments)
 
 
@@ -290,16 +301,6 @@ def _refuse_constraints(fields: Fields) -> None:
     response_format = fields.object("response_format")
     if response_format is not None and response_format.get("type") != "text":
         raise unsupported("response_format")
-
-
-def _refuse_tools(fields: Fields) -> None:
-    choice = fields.raw("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice")
-    # With tool_choice none the tools would only be described to the model; without parsers they stay out.
-    fields.raw("parallel_tool_calls")
-    if fields.array("tools", 512) and choice != "none":
-        raise unsupported("tools")
 
 
 def _continues(fields: Fields, conversation: Conversation) -> bool:

@@ -18,10 +18,12 @@ from typing import Literal, NoReturn, cast
 
 from cache_tiers.policy import POLICIES
 from runtime.http_guard import is_loopback
+from runtime.parsers.registry import AUTO, OFF, REASONING_PARSERS, TOOL_PARSERS
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
 _UNIT_BYTES = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MESH = re.compile(r"tp([1-9]\d{0,3})")
+_REASONING_FIELDS = ("reasoning", "reasoning_content")
 Schedule = Literal["balanced", "prefill", "decode"]
 
 
@@ -57,6 +59,9 @@ class ServerOptions:
     cors_origins: tuple[str, ...]
     insecure: bool
     chat_template: Path | None
+    tool_parser: str
+    reasoning_parser: str
+    reasoning_fields: tuple[str, ...]
     compile_cache: Path | None
     max_waiting: int
     max_body_bytes: int
@@ -145,6 +150,9 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         cors_origins=args.cors_origins,
         insecure=args.insecure,
         chat_template=args.chat_template,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
+        reasoning_fields=_REASONING_FIELDS if args.reasoning_field == "both" else (args.reasoning_field,),
         compile_cache=None if str(args.compile_cache) == "off" else args.compile_cache,
         max_waiting=args.max_waiting,
         max_body_bytes=args.max_body,
@@ -187,6 +195,14 @@ def _add_model_flags(parser: _Parser) -> None:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
     add("--max-model-len", type=_count(2), metavar="N", help="tokens of a prompt and its answer together")
     add("--chat-template", type=_existing_file, metavar="FILE", help="a jinja file instead of the model's")
+    add("--tool-parser", choices=(AUTO, OFF, *TOOL_PARSERS), default=AUTO, help="form of tool calls")
+    add("--reasoning-parser", choices=(AUTO, OFF, *REASONING_PARSERS), default=AUTO, help="form of thinking")
+    add(
+        "--reasoning-field",
+        choices=("both", *_REASONING_FIELDS),
+        default="both",
+        help="name of an answer's thinking",
+    )
     add("--offline", action="store_true", help="use only what has been downloaded before")
 
 

@@ -11,18 +11,29 @@ from typing import Any
 
 from runtime.api_errors import invalid_value, template_error
 from runtime.chat_template import ChatTemplate, RenderedText
+from runtime.parsers.registry import PLAIN, OutputFormat
 from runtime.serve_request import ChatPrompt, RenderedPrompt, TextPrompts
 from runtime.tokenizing import ControlGuard, PromptTokenizer
 
 # Templates look for these in an assistant's earlier answers to cut its thinking out.
 _SPARED_IN_ANSWERS = frozenset({"<think>", "</think>"})
+# What a template writes to begin the answer is no longer, where it does not say which message ends where.
+_OPENING_TOKENS = 16
 
 
 class PromptBuilder:
-    """`template` is None for a model without one: then only plain prompts can be served."""
+    """`template` is None for a model without one: then only plain prompts can be served. `output_format` says how
+    the model marks its thinking and its calls."""
 
-    def __init__(self, tokenizer: PromptTokenizer, template: ChatTemplate | None, n_context_tokens: int):
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        template: ChatTemplate | None,
+        n_context_tokens: int,
+        output_format: OutputFormat = PLAIN,
+    ):
         self.tokenizer = tokenizer
+        self.output_format = output_format
         self._template = template
         self._n_context_tokens = n_context_tokens
 
@@ -32,7 +43,7 @@ class PromptBuilder:
             return (
                 self.render(
                     prompt.messages,
-                    prompt.variables,
+                    {**prompt.variables, **({"tools": prompt.tools} if prompt.tools else {})},
                     add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
                 ),
@@ -70,7 +81,19 @@ class PromptBuilder:
         token_ids, ends = self.tokenizer.encode_rendered(rendered, guard)
         if not token_ids:
             raise template_error("The chat template made an empty prompt of these messages.")
-        return RenderedPrompt(token_ids, tuple(ends), guard.unmarked(rendered.text))
+        return RenderedPrompt(
+            token_ids,
+            tuple(ends),
+            guard.unmarked(rendered.text),
+            self._ends_in_thinking(token_ids, ends, continue_final_message),
+        )
+
+    def _ends_in_thinking(self, token_ids: tuple[int, ...], ends: list[int], continues: bool) -> bool:
+        """By the text behind the last message that is whole: what came before is not the model's present turn."""
+        known = ends[:-1] if continues else ends
+        start = known[-1] if known else max(0, len(token_ids) - _OPENING_TOKENS)
+        raw = b"".join(map(self.tokenizer.token_bytes.raw, token_ids[start:]))
+        return self.output_format.starts_thinking(raw.decode(errors="replace"))
 
     def _plain(self, prompt: str | tuple[int, ...], add_special_tokens: bool) -> RenderedPrompt:
         if isinstance(prompt, tuple):

@@ -89,11 +89,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Usage:
-    """`completion_tokens` counts the stop token; `cached_tokens` is the restored position."""
+    """`completion_tokens` counts the stop token; `cached_tokens` is the restored position. `reasoning_tokens` are
+    those of the completion that the model spent on thinking; the engine does not tell them apart."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)

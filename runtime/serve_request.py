@@ -10,17 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.parsers.events import CallArguments, CallEnd, CallStart, Content, Reasoning
 from runtime.request import RequestTimes, SamplingParams, TokenLogprob, Usage
+from runtime.tools import ToolUse
+
+# What an answer is made of, in order; every CallStart has an id.
+Part = Reasoning | Content | CallStart | CallArguments | CallEnd
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation for the chat template. `variables` go to the template beside the messages."""
+    """A conversation for the chat template. `tools` and `variables` go to the template beside the messages."""
 
     messages: tuple[dict[str, Any], ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class TextPrompts:
 class ServeRequest:
     """`sampling.max_tokens` is 0 where the client named no limit. `n` choices are made for each prompt;
     choice index = prompt index * n + i. `logprobs` counts the best candidates shown beside each token, None
-    for none.
+    for none. `call_id_prefix` begins the ids made for tool calls,
+    `reasoning_fields` are the names under which a chat answer has its reasoning.
     """
 
     model: str
@@ -54,6 +61,10 @@ class ServeRequest:
     cache_salt: str | None = None
     cache_receipt: bool = False
     logits_digests: bool = False
+    tools: ToolUse = field(default_factory=ToolUse)
+    include_reasoning: bool = True
+    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
+    call_id_prefix: str = "call_"
 
     @property
     def is_chat(self) -> bool:
@@ -68,12 +79,13 @@ class ServeRequest:
 @dataclass(frozen=True)
 class RenderedPrompt:
     """Token ids of one prompt; `message_end_tokens[i]` counts the tokens up to the end of message i. `text`
-    is None where the client sent token ids.
+    is None where the client sent token ids. `ends_in_thinking`: whether the model goes on inside its thinking.
     """
 
     token_ids: tuple[int, ...]
     message_end_tokens: tuple[int, ...] = ()
     text: str | None = None
+    ends_in_thinking: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,13 +104,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """What one choice gained: visible text and the tokens behind it. The last one carries `finish_reason`,
+    """What one choice gained: visible parts and the tokens behind them. The last one carries `finish_reason`,
     and `stop_reason` where a stop string or one of the request's stop ids ended it, and the cache receipt
     where one was asked for. `usage` is the running count. `logits_digests` is one for each token, where asked.
     """
 
     index: int
-    text: str
+    parts: tuple[Part, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage
@@ -109,6 +121,11 @@ class ChoiceDelta:
     logits_digests: tuple[str, ...] = ()
     receipt: Mapping[str, Any] | None = None
 
+    @property
+    def text(self) -> str:
+        """The visible text, without reasoning and calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
 
 def total_usage(usages: list[Usage], n: int) -> Usage:
     """Usage of a whole answer: completions summed over its choices, each prompt counted once however many
@@ -118,4 +135,5 @@ def total_usage(usages: list[Usage], n: int) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import signal
@@ -25,19 +24,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-import model as model_package
 from cache_tiers.counters import CacheCounters
-from model.config import load_config
-from model.hub import HubError, resolve_model
-from runtime.chat_template import ChatTemplate, load_chat_template
+from model.hub import HubError
 from runtime.generation import Backend, Generator
 from runtime.http_guard import Guard, guard_rules
 from runtime.http_server import HttpServer, ServerState
 from runtime.metrics import ServerMetrics
-from runtime.openai_protocol import ProtocolLimits, SamplingDefaults, sampling_defaults
+from runtime.model_folder import find_model, read_model_folder
+from runtime.openai_protocol import ProtocolLimits
 from runtime.options import ServerOptions
 from runtime.prompts import PromptBuilder
-from runtime.tokenizing import PromptTokenizer, load_tokenizer
 from runtime.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -229,7 +225,10 @@ def _hand_over(
 
 def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
     """On the building thread: everything that takes time before the server can answer."""
-    folder = _read_model_folder(options)
+    try:
+        folder = read_model_folder(options)
+    except (HubError, OSError, ValueError) as error:
+        raise StartError(str(error)) from error
     if folder.template is None:
         progress.say("the model has no chat template: only /v1/completions can be used")
     engine = _build_engine(options, folder.path, progress)
@@ -240,38 +239,11 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
         min(MAX_CHOICES_AT_ONCE, options.max_waiting),
         logits_digests=options.enable_faults,
         defaults=folder.defaults,
+        can_call_tools=folder.output_format.tool_parser is not None,
+        reasoning_fields=options.reasoning_fields,
     )
-    return _Loaded(engine, PromptBuilder(folder.tokenizer, folder.template, max_model_tokens), limits)
-
-
-@dataclass(frozen=True)
-class _ModelFolder:
-    """What the server itself reads of a model; the engine reads the rest."""
-
-    path: Path
-    vocab_size: int
-    tokenizer: PromptTokenizer
-    template: ChatTemplate | None
-    defaults: SamplingDefaults
-
-
-def _read_model_folder(options: ServerOptions) -> _ModelFolder:
-    try:
-        path = _model_dir(options)
-        vocab_size = load_config(path).vocab_size
-        tokenizer = load_tokenizer(path)
-        source, special_tokens = load_chat_template(path, options.chat_template)
-        template = None if source is None else ChatTemplate(source, special_tokens, time.localtime())
-        generation_path = path / "generation_config.json"
-        generation_config = json.loads(generation_path.read_text()) if generation_path.exists() else {}
-        return _ModelFolder(path, vocab_size, tokenizer, template, sampling_defaults(generation_config))
-    except (HubError, OSError, ValueError) as error:
-        raise StartError(str(error)) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        # A JSON file of the folder is not shaped as it should be; the text of these says little alone.
-        raise StartError(
-            f"the files of {options.model} are damaged ({type(error).__name__}: {error})"
-        ) from error
+    builder = PromptBuilder(folder.tokenizer, folder.template, max_model_tokens, folder.output_format)
+    return _Loaded(engine, builder, limits)
 
 
 def _build_engine(options: ServerOptions, model_dir: Path, progress: _ProgressLines) -> Engine:
@@ -287,7 +259,7 @@ def _print_plan(options: ServerOptions) -> int:
     from runtime.engine_builder import plan_only
 
     with _start_errors():
-        model_dir = _model_dir(options)
+        model_dir = find_model(options)
         _set_up_devices(options)
         plan = plan_only(_engine_options(options, model_dir), _ProgressLines(threading.Event()))
     print(plan.describe(), flush=True)
@@ -337,15 +309,6 @@ def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
         reuse_generated=options.reuse_generated,
         explain_foreign=not options.isolate_keys,
     )
-
-
-def _model_dir(options: ServerOptions) -> Path:
-    if options.model is None:
-        bundled = Path(model_package.__path__[0]) / "demo"
-        if not (bundled / "config.json").exists():
-            raise HubError("this installation has no bundled model; name one with --model DIR or ORG/NAME")
-        return bundled
-    return resolve_model(options.model, offline=options.offline)
 
 
 def _model_names(options: ServerOptions) -> tuple[str, ...]:

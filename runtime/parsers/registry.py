@@ -60,6 +60,10 @@ class OutputFormat:
         return self.reads_thinking and prompt_end.rfind(THINK_START) > prompt_end.rfind(THINK_END)
 
 
+# Nothing to tell apart.
+PLAIN = OutputFormat(None, False, MarkerSpelling({}))
+
+
 def output_format(
     tool_parser: str,
     reasoning_parser: str,

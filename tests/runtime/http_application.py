@@ -11,7 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from runtime.engine import Engine
-from runtime.generation import Backend, Generator
+from runtime.generation import Backend, Generator, TokenEngine
 from runtime.http_guard import Guard, guard_rules
 from runtime.http_server import HttpServer, ServerState
 from runtime.metrics import ServerMetrics
@@ -32,16 +32,21 @@ def running(
     admin_keys: tuple[str, ...] = (),
     isolate_keys: bool = False,
     model: tuple[Engine, Path] | None = None,
+    served: tuple[TokenEngine, PromptBuilder, ProtocolLimits] | None = None,
 ) -> Iterator[Client]:
     """The application with these rules; `host` is what the rules believe it listens on. `model` is a started
-    engine and its folder."""
+    engine and its folder, or `served` what is made of them."""
+    if model is not None:
+        engine, folder = model
+        builder = PromptBuilder(load_tokenizer(folder), None, engine.max_model_tokens)
+        served = engine, builder, ProtocolLimits(512, engine.max_model_tokens, 4)
     rules = guard_rules(host, allowed_hosts, (PAGE,), keys, ("metrics-key",) if keys else (), admin_keys)
     workers = WorkerPool(1, 1.0)
     metrics = ServerMetrics(
         "tiny",
         "1",
-        lambda: model[0].stats() if model else None,
-        lambda: model[0].cache_counters if model else None,
+        lambda: served[0].stats() if served else None,
+        lambda: served[0].cache_counters if served else None,
     )
     state = ServerState(("tiny",), "1")
     http = HttpServer(
@@ -49,7 +54,7 @@ def running(
         Guard(rules),
         metrics,
         workers,
-        max_body_bytes=100_000 if model else 1000,
+        max_body_bytes=100_000 if served else 1000,
         stall_limit_s=60,
         isolate_keys=isolate_keys,
     )
@@ -57,11 +62,9 @@ def running(
     runner = web.AppRunner(http.application(), handler_cancellation=True)
 
     async def start() -> int:
-        if model is not None:
-            engine, folder = model
-            builder = PromptBuilder(load_tokenizer(folder), None, engine.max_model_tokens)
+        if served is not None:
+            engine, builder, limits = served
             generator = Generator(engine, builder, workers, metrics, max_preparing=8)
-            limits = ProtocolLimits(512, engine.max_model_tokens, 4)
             state.backend = Backend(engine, generator, limits, builder.tokenizer.token_bytes)
             state.phase = "ready"
         await runner.setup()

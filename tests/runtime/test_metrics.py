@@ -51,6 +51,7 @@ def use(metrics: ServerMetrics) -> None:
     metrics.choice_finished("stop", times)
     metrics.request_finished(3.0, 20, 16)
     metrics.refused("queue_full")
+    metrics.malformed_output("bad_wrapper")
 
 
 def test_the_engines_snapshot_is_shown() -> None:

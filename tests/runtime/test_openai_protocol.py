@@ -171,7 +171,7 @@ def answer_of(parse: Any, body: dict[str, Any]) -> Answer:
 def streamed(
     answer: Answer, encoder: Any, table: TokenBytes, deltas: list[TokenDelta]
 ) -> list[dict[str, Any]]:
-    assembler = ChoiceAssembler(0, answer.request, table, 2)
+    assembler = ChoiceAssembler(0, answer.request, table, answer.prompts[0])
     data = b"".join(
         encoder.stream(shown) for delta in deltas if (shown := assembler.feed(delta)) is not None
     ) + encoder.closing(assembler.usage)
@@ -195,7 +195,7 @@ def test_several_tokens_in_one_delta_stop_at_the_right_one(ascii_bytes: TokenByt
 
 def test_min_tokens_holds_off_stop_strings(ascii_bytes: TokenBytes) -> None:
     request = parse_chat({"messages": MESSAGES, "stop": "a", "min_tokens": 3}, LIMITS).request
-    assembler = ChoiceAssembler(0, request, ascii_bytes, 2)
+    assembler = ChoiceAssembler(0, request, ascii_bytes, RenderedPrompt((65, 66)))
     first = assembler.feed(TokenDelta("r", tuple(b"aa")))
     assert first is not None and (first.text, first.finish_reason) == ("aa", None)
     second = assembler.feed(TokenDelta("r", tuple(b"a")))
@@ -245,7 +245,7 @@ def test_tokens_of_half_characters_stay_apart_as_keys() -> None:
     table = TokenBytes({"decoder": {"type": "ByteLevel"}, "model": {"vocab": vocab}})
     answer = answer_of(parse_completion, {"prompt": "a", "logprobs": 2})
     encoder = CompletionEncoder(answer, table)
-    assembler = ChoiceAssembler(0, answer.request, table, 2)
+    assembler = ChoiceAssembler(0, answer.request, table, answer.prompts[0])
     entries = (TokenLogprob(0, -0.1, ((0, -0.1), (1, -2.0))),)
     shown = assembler.feed(TokenDelta("r", (0,), entries, finish_reason="length"))
     assert shown is not None
