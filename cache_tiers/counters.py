@@ -35,7 +35,7 @@ class CacheCounters:
     settles: int = 0
     stores: Counter[tuple[str, str]] = field(default_factory=Counter)  # tier, outcome of a part's store
     moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # from tier, to tier
-    moved_s: Counter[tuple[str, str]] = field(default_factory=Counter)
+    moved_s: dict[tuple[str, str], float] = field(default_factory=dict)
     rescued: int = 0  # victims that were used while they were being stored, and stayed
     oversized: int = 0  # parts larger than the tier they were to go to
     damaged: int = 0  # parts that did not verify, or were not there
@@ -59,7 +59,7 @@ class CacheCounters:
 
     def moved(self, source: str, target: str, n_bytes: int, seconds: float) -> None:
         self.moved_bytes[source, target] += n_bytes
-        self.moved_s[source, target] += seconds  # type: ignore[assignment]
+        self.moved_s[source, target] = self.moved_s.get((source, target), 0.0) + seconds
 
     def skipped(self, reason: str) -> None:
         self.n_skips += 1

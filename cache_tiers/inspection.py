@@ -11,6 +11,7 @@ from cache_tiers.index import TIERS, Index, Node
 
 def summary(config: CacheConfig, arena: PageArena, index: Index, now_s: float) -> dict[str, Any]:
     """Counts over all nodes."""
+    nodes = index.nodes.values()
     checkpoints = [node.checkpoint for node in index.nodes.values() if node.checkpoint]
     return {
         "grid_tokens": config.grid_tokens,
@@ -20,6 +21,13 @@ def summary(config: CacheConfig, arena: PageArena, index: Index, now_s: float) -
         "page_bytes": config.page_bytes,
         "nodes": len(index.nodes),
         "checkpoints": len(checkpoints),
+        "checkpoints_in": {
+            name: sum(checkpoint.rows[tier] is not None for checkpoint in checkpoints)
+            for tier, name in enumerate(TIERS)
+        },
+        "nodes_in": {
+            name: sum(node.pages[tier] is not None for node in nodes) for tier, name in enumerate(TIERS)
+        },
         "superseded": sum(checkpoint.superseded for checkpoint in checkpoints),
         "junctions": sum(checkpoint.junction for checkpoint in checkpoints),
         "oldest_use_ago_s": max((now_s - checkpoint.last_use_s for checkpoint in checkpoints), default=None),

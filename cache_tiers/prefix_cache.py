@@ -42,7 +42,7 @@ by `stored` or `loaded`; `source_read(job)` as soon as the device was told to re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -373,6 +373,19 @@ class PrefixCache:
     def summary(self) -> dict[str, Any]:
         """Counts for GET /admin/cache."""
         return inspection.summary(self.config, self.arena, self.index, self._clock())
+
+    def tier_bytes(self) -> Iterator[tuple[str, str, int]]:
+        """(tier, configured | reserved | resident, bytes over all ranks). The device's reserved bytes are held or
+        fenced, its resident ones held."""
+        page_bytes = self.config.page_bytes * self.config.ranks
+        arena = self.arena
+        yield TIERS[DEVICE], "configured", arena.capacity * page_bytes
+        yield TIERS[DEVICE], "reserved", (arena.capacity - arena.n_free) * page_bytes
+        yield TIERS[DEVICE], "resident", arena.n_held * page_bytes
+        for tier in (self.host, self.disk):
+            yield tier.name, "configured", tier.shelf.capacity_bytes
+            yield tier.name, "reserved", tier.shelf.reserved_bytes
+            yield tier.name, "resident", tier.shelf.resident_bytes
 
     def tree(self, tokens: np.ndarray | Sequence[int], *, salt: str | None = None) -> list[dict[str, Any]]:
         """The known nodes of one prefix, from the root on, for GET /admin/cache."""

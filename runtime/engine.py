@@ -25,6 +25,7 @@ from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.dispatch import Dispatcher, StepInFlight
 from runtime.engine_stats import EngineStats, Totals, snapshot
+from runtime.faults import Faults
 from runtime.memory_plan import MemoryPlan
 from runtime.request import EngineStopped, GenerationRequest, QueueFull, TokenDelta
 from runtime.scheduler import Scheduler
@@ -191,6 +192,16 @@ class Engine:
             self._settling.forget()
 
         return self.call(work)
+
+    def demote(self, tier: str) -> Future[int]:
+        """Begins to move what this tier holds to the next one, as far as there is room for it on the way; how many
+        checkpoints are there still. Call again until it is 0."""
+        return self.call(lambda cache: cache.demote_all(tier))
+
+    @property
+    def faults(self) -> Faults:
+        """The fault switch, for --enable-faults."""
+        return self._transfers.faults
 
     @property
     def cache_counters(self) -> CacheCounters:

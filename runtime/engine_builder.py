@@ -47,7 +47,8 @@ from runtime.steps import (
     temporary_bytes,
 )
 from runtime.swap import CHUNK_PAGES
-from runtime.tiers_building import RESERVE_SHARE, TierOptions, host_bytes, open_disk, tiers_behind
+from runtime.tier_options import TierOptions
+from runtime.tiers_building import RESERVE_SHARE, host_bytes, open_disk, tiers_behind
 
 TRIAL_PAGES = 128  # arena of the programs that are compiled only to learn their temporaries
 TRIAL_MARGIN = 1.03  # XLA packs a program's buffers a little differently over another arena

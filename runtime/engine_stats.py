@@ -25,6 +25,10 @@ class EngineStats:
     pages_fenced: int = 0
     pages_rows: int = 0  # held ones that hold pieces of saved rows
     replies_to_settle: int = 0
+    tier_bytes: tuple[tuple[str, str, int], ...] = ()  # tier; configured, reserved, resident; over all ranks
+    transfers_in_flight: int = 0
+    stores_in_flight_bytes: int = 0
+    retries_waiting: int = 0
     swap_bytes: int = 0
     swap_capacity_bytes: int = 0
     in_flight: int = 0
@@ -82,6 +86,10 @@ def snapshot(scheduler: Scheduler, totals: Totals, **others: Any) -> EngineStats
         swap_capacity_bytes=scheduler.config.swap_capacity_bytes,
         preemptions_total=scheduler.n_preemptions,
         recomputes_total=scheduler.n_recomputes,
+        tier_bytes=tuple(scheduler.cache.tier_bytes()),
+        transfers_in_flight=scheduler.cache.outbox.n_in_flight,
+        stores_in_flight_bytes=scheduler.cache.outbox.in_flight_bytes,
+        retries_waiting=len(scheduler.cache.demoter.retries),
         **counts,
         **others,
     )

@@ -41,6 +41,7 @@ from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 if TYPE_CHECKING:
     # Only its shape: importing it would load jax before the listener is up.
     from runtime.engine_stats import EngineStats
+    from runtime.faults import Faults
 
 
 class TokenEngine(Protocol):
@@ -63,6 +64,11 @@ class TokenEngine(Protocol):
     def call(self, function: Callable[[PrefixCache], Any]) -> Future[Any]: ...
 
     def flush(self, tiers: Sequence[str]) -> Future[None]: ...
+
+    def demote(self, tier: str) -> Future[int]: ...
+
+    @property
+    def faults(self) -> Faults: ...
 
 
 class DeltaBridge:

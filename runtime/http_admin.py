@@ -7,6 +7,7 @@ on the event loop; what they ask of the cache runs on the engine thread between 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,21 +19,24 @@ from cache_tiers.identity import tenant_salt
 from cache_tiers.index import TIERS
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.api_errors import invalid_value, unavailable
+from runtime.faults import FaultRule
 from runtime.generation import Backend
 from runtime.http_guard import Access, Handler
 from runtime.json_body import Fields, check_token_ids, decode_object
 from runtime.request import EngineStopped
 from runtime.serve_request import TextPrompts
 
+DEMOTE_S, DEMOTE_POLL_S = 60.0, 0.02
 Route = tuple[str, str, Handler, Access]
 
 
 class AdminRoutes:
     """`ready_backend` gives the backend or raises ApiError 503."""
 
-    def __init__(self, ready_backend: Callable[[], Backend], *, isolate_keys: bool):
+    def __init__(self, ready_backend: Callable[[], Backend], *, isolate_keys: bool, enable_faults: bool):
         self._ready_backend = ready_backend
         self._isolate_keys = isolate_keys
+        self._enable_faults = enable_faults
 
     def routes(self) -> tuple[Route, ...]:
         return (
@@ -41,20 +45,62 @@ class AdminRoutes:
             ("POST", "/reset_prefix_cache", self.flush, Access.ADMIN),
             ("GET", "/admin/cache", self.summary, Access.ADMIN),
             ("POST", "/admin/cache", self.tree, Access.ADMIN),
+            *((("POST", "/admin/faults", self.faults, Access.ADMIN),) if self._enable_faults else ()),
         )
 
     async def flush(self, request: web.Request) -> web.Response:
-        """Empties the tiers named in `tiers`, all where none is; answers when nothing of it can be matched."""
-        tiers = (await _fields(request)).array("tiers", len(TIERS))
+        """Empties the tiers named in `tiers`, all where none is; answers when nothing of it can be matched. With
+        `demote` what one tier holds is moved to the next one instead; `left` says how many checkpoints could not be.
+        """
+        fields = await _fields(request)
+        tiers = fields.array("tiers", len(TIERS))
         for i, tier in enumerate(tiers or ()):
             if tier not in TIERS:
                 raise invalid_value(f"tiers[{i}]", f"there is no tier {tier!r}; one of {', '.join(TIERS)}")
         wanted = TIERS if tiers is None else tuple(tiers)
+        if fields.boolean("demote"):
+            return _json({"demoted": wanted, "left": sum([await self._demote(tier) for tier in wanted])})
         try:
             await asyncio.wrap_future(self._ready_backend().engine.flush(wanted))
         except EngineStopped as error:
             raise unavailable(str(error)) from None
         return _json({"flushed": wanted})
+
+    async def _demote(self, tier: str) -> int:
+        """Moves one tier's checkpoints on, for DEMOTE_S at most; how many are left."""
+        engine, end_s = self._ready_backend().engine, time.monotonic() + DEMOTE_S
+        while True:
+            try:
+                left = await asyncio.wrap_future(engine.demote(tier))
+            except EngineStopped as error:
+                raise unavailable(str(error)) from None
+            if not left or time.monotonic() > end_s:
+                return left
+            await asyncio.sleep(DEMOTE_POLL_S)
+
+    async def faults(self, request: web.Request) -> web.Response:
+        """Adds a rule to the fault switch; without fields, forgets all rules."""
+        fields = await _fields(request)
+        faults = self._ready_backend().engine.faults
+        operation = fields.string("operation")
+        if operation is None:
+            faults.clear()
+            return _json({"rules": 0})
+        try:
+            faults.add(
+                FaultRule(
+                    operation,
+                    fields.string("tier") or "",
+                    fields.string("action") or "",
+                    rank=fields.integer("rank", 0, 2**16),
+                    delay_s=fields.number("delay_s", 0, 3600) or 0.0,
+                    count=fields.integer("count", 1, 2**31) or 1,
+                    skip=fields.integer("skip", 0, 2**31) or 0,
+                )
+            )
+        except ValueError as error:
+            raise invalid_value("operation", str(error)) from None
+        return _json({"rules": len(faults.rules)})
 
     async def summary(self, request: web.Request) -> web.Response:
         """Counts over the whole cache; with `token_ids` (comma-separated) the tree of that prefix."""

@@ -73,6 +73,7 @@ class HttpServer:
         max_body_bytes: int,
         stall_limit_s: float,
         isolate_keys: bool = False,
+        enable_faults: bool = False,
     ):
         self._state = state
         self._guard = guard
@@ -81,6 +82,7 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._stall_limit_s = stall_limit_s
         self._isolate_keys = isolate_keys
+        self._enable_faults = enable_faults
         self._logged_fields: set[str] = set()
 
     def application(self) -> web.Application:
@@ -98,7 +100,9 @@ class HttpServer:
             ("GET", "/ping", self.health, Access.OPEN),
         )
         if self._guard.serves_admin:
-            routes += AdminRoutes(self._ready_backend, isolate_keys=self._isolate_keys).routes()
+            routes += AdminRoutes(
+                self._ready_backend, isolate_keys=self._isolate_keys, enable_faults=self._enable_faults
+            ).routes()
         for method, path, handler, access in routes:
             app.router.add_route(method, path, self._guard.route(handler, access))
         return app

@@ -19,6 +19,7 @@ from typing import Literal, NoReturn, cast
 from cache_tiers.policy import POLICIES
 from runtime.http_guard import is_loopback
 from runtime.parsers.registry import AUTO, OFF, REASONING_PARSERS, TOOL_PARSERS
+from runtime.tier_options import TierOptions
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
 _UNIT_BYTES = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -49,6 +50,7 @@ class ServerOptions:
     settle_replies: bool
     reuse_generated: bool
     cache_policy: str
+    tiers: TierOptions
     plan_only: bool
     api_keys: tuple[str, ...]
     metrics_keys: tuple[str, ...]
@@ -140,6 +142,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         settle_replies=args.settle_replies == "on",
         reuse_generated=args.reuse_generated == "on",
         cache_policy=args.cache_policy,
+        tiers=_tiers(parser, args),
         plan_only=args.plan_only,
         api_keys=tuple(args.api_key),
         metrics_keys=tuple(args.metrics_key),
@@ -159,6 +162,24 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         stall_limit_s=args.stall_limit,
         metrics_compat_vllm=args.metrics_compat == "vllm",
         offline=args.offline,
+    )
+
+
+def _tiers(parser: _Parser, args: argparse.Namespace) -> TierOptions:
+    """What lies behind the device."""
+    if args.prefix_cache == "off" and (args.host_cache or args.disk_cache):
+        parser.error("--prefix-cache off: there is nothing to keep; leave --host-cache and --disk-cache away")
+    if args.persist == "eager" and args.disk_cache is None:
+        parser.error("--persist eager: there is no disk to write to; add --disk-cache DIR:SIZE")
+    path, size_bytes = args.disk_cache or (None, 0)
+    return TierOptions(
+        host_bytes=args.host_cache,
+        host_reserve_bytes=args.host_reserve,
+        disk_path=path,
+        disk_bytes=size_bytes,
+        persist_eagerly=args.persist == "eager",
+        transfer_rate_bytes_per_s=args.transfer_rate,
+        drain_s=args.drain_seconds,
     )
 
 
@@ -183,6 +204,7 @@ def _build_parser(version: str, cache_home: Path) -> _Parser:
     parser.add_argument("--version", action="version", version=f"strata-serve {version}")
     _add_model_flags(parser)
     _add_engine_flags(parser, cache_home)
+    _add_tier_flags(parser)
     _add_server_flags(parser)
     return parser
 
@@ -228,6 +250,40 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
         default=cache_home / "strata-serve" / "compiled",
         metavar="DIR|off",
         help="where compiled programs are kept (default: %(default)s)",
+    )
+
+
+def _add_tier_flags(parser: _Parser) -> None:
+    group = parser.add_argument_group("cache behind the device")
+    add = group.add_argument
+    add(
+        "--host-cache",
+        type=_size_or_auto,
+        default=None,
+        metavar="SIZE|auto|0",
+        help="pinned host memory (auto)",
+    )
+    add(
+        "--host-reserve",
+        type=parse_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="host memory left alone (1GiB)",
+    )
+    add(
+        "--disk-cache",
+        type=_folder_and_size,
+        metavar="DIR:SIZE",
+        help="keep prefixes there, over restarts too",
+    )
+    add("--persist", choices=("on-evict", "eager"), default="on-evict", help="when they are written to disk")
+    add("--transfer-rate", type=_rate, metavar="SIZE|max|auto", help="of stores and restores, per second")
+    add(
+        "--drain-seconds",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="for writing to disk at the end (10)",
     )
 
 
@@ -277,6 +333,21 @@ def _mesh(text: str) -> int:
 
 def _size_or_auto(text: str) -> int | None:
     return None if text == "auto" else parse_size(text)
+
+
+def _folder_and_size(text: str) -> tuple[Path, int]:
+    folder, colon, size = text.rpartition(":")
+    if not colon or not folder:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a folder and a size such as /var/cache/strata:100GiB"
+        )
+    return Path(folder).expanduser(), parse_size(size)
+
+
+def _rate(text: str) -> float | None:
+    if text == "auto":
+        return None
+    return math.inf if text == "max" else float(parse_size(text) or 1)
 
 
 def _buckets(text: str) -> tuple[int, ...]:

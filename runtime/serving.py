@@ -124,6 +124,7 @@ class _Serving:
             max_body_bytes=options.max_body_bytes,
             stall_limit_s=options.stall_limit_s,
             isolate_keys=options.isolate_keys,
+            enable_faults=options.enable_faults,
         )
         runner = web.AppRunner(
             http.application(),
@@ -307,6 +308,7 @@ def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
         cache_policy=options.cache_policy,
         settle_replies=options.settle_replies,
         reuse_generated=options.reuse_generated,
+        tiers=options.tiers,
         explain_foreign=not options.isolate_keys,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
 from cache_tiers.disk_files import PAGES, ROW, DiskFolder
@@ -17,6 +16,7 @@ from cache_tiers.prefix_cache import PrefixCache
 from model.cache_layout import CacheLayout
 from runtime.faults import Faults
 from runtime.steps import Progress
+from runtime.tier_options import TierOptions
 from runtime.transfers import TiersBehind
 
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
@@ -28,23 +28,6 @@ RECORD_PARTS = (PAGES, ROW)
 
 class HostMemoryRefused(Exception):
     """The host tier cannot have the memory it asks for. The message names the limit."""
-
-
-@dataclass(frozen=True)
-class TierOptions:
-    """What the flags say. `host_bytes` None is automatic, 0 none; `disk_path` None is no disk tier."""
-
-    host_bytes: int | None = 0
-    host_reserve_bytes: int = 1 << 30
-    disk_path: Path | None = None
-    disk_bytes: int = 0
-    persist_eagerly: bool = False
-    transfer_rate_bytes_per_s: float | None = None  # None: by the platform
-    drain_s: float = 10.0
-
-    @property
-    def may_exist(self) -> bool:
-        return self.host_bytes != 0 or self.disk_path is not None
 
 
 def host_bytes(options: TierOptions, platform: str) -> int:

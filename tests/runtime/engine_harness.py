@@ -20,7 +20,7 @@ from runtime.engine import Engine
 from runtime.engine_builder import EngineOptions, plan_only
 from runtime.request import GenerationRequest, SamplingParams, TokenDelta
 from runtime.steps import DeviceSteps
-from runtime.tiers_building import TierOptions
+from runtime.tier_options import TierOptions
 from runtime.transfers import TiersBehind
 from tests.shared import shared_path
 

@@ -12,7 +12,8 @@ import pytest
 from cache_tiers.disk_files import PAGES, ROW, DiskFolder
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.faults import Faults
-from runtime.tiers_building import TierOptions, tiers_behind
+from runtime.tier_options import TierOptions
+from runtime.tiers_building import tiers_behind
 from tests.runtime.engine_harness import (
     SHORT,
     G,

@@ -14,14 +14,14 @@ from tests.server_process import REPOSITORY
 STATS = EngineStats(
     waiting=1, running=2, preempted=3, rows_active=2, rows_capacity=4, pages_capacity=10, pages_free=6,
     pages_held=1, pages_cached=2, pages_rows=2, pages_fenced=1, steps_total=7, prefill_tokens_total=100,
-    generated_tokens_total=50, alive=True,
+    generated_tokens_total=50, alive=True, tier_bytes=(("host", "resident", 7),),
 )  # fmt: skip
 
 
 def counters() -> CacheCounters:
     counted = CacheCounters(compactions=4, refills=2, settles=1)
-    counted.looked_up("partial", "evicted", "device", 128, 200)
-    counted.looked_up("miss", "never_stored", None, 0, 100)
+    counted.looked_up("partial", "evicted", {"device": 128}, 200)
+    counted.looked_up("miss", "never_stored", {}, 100)
     counted.evicted("device", "rows")
     counted.skipped("no_room")
     counted.publishes["last"] += 3
@@ -83,7 +83,7 @@ def test_the_caches_decisions_are_shown() -> None:
 
 def test_where_keys_are_isolated_no_client_is_told_of_anothers_prompts() -> None:
     counted = counters()
-    counted.looked_up("miss", "other_identity_or_salt", None, 0, 100)
+    counted.looked_up("miss", "other_identity_or_salt", {}, 100)
     for tells, expected in ((True, (1, 1)), (False, (2, 0))):
         metrics = ServerMetrics("m", "1", lambda: STATS, lambda: counted, tells_foreign=tells)
         found = samples(metrics)
