@@ -14,7 +14,10 @@ comma := ,
 EXTRAS := dev$(if $(HAVE_NVIDIA),$(comma)cuda)
 STAMP := $(VENV)/.installed-dev$(if $(HAVE_NVIDIA),-cuda)
 
-.PHONY: venv serve chat test test-all qualify-long lint format imports types clean
+AOT_STAMP := .venv-aot/.installed
+AOT_TARGETS := h100 b200 rtx-pro-6000 gb10 v5e v6e tpu7x
+
+.PHONY: venv aot aot-reports serve chat test test-all qualify-long lint format imports types clean
 
 venv: $(STAMP)
 
@@ -24,6 +27,25 @@ $(STAMP): pyproject.toml
 	@echo "installing strata-serve[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
 	@touch $@
+
+# Compilers for chips that are not here: the CUDA plugin and libtpu beside a plain jax of the same version. Apart from
+# $(VENV), since with them every start looks for a GPU and a TPU first.
+aot: $(AOT_STAMP)
+
+$(AOT_STAMP): $(STAMP)
+	@$(PY) -m venv --clear .venv-aot
+	@echo "installing the GPU and TPU compilers into .venv-aot (1.5 GB)"
+	@version=$$($(PY) -c 'import jax; print(jax.__version__)'); .venv-aot/bin/python -m pip install --quiet \
+		--disable-pip-version-check --no-input jax==$$version jax-cuda13-plugin==$$version \
+		jax-cuda13-pjrt==$$version nvidia-cuda-nvcc libtpu absl-py
+	@touch $@
+
+# One process a target, one after another; about an hour on two cores.
+aot-reports: aot
+	@mkdir -p bench/results/aot
+	@for target in $(AOT_TARGETS); do echo $$target; \
+		.venv-aot/bin/python -m pallas_kernels.aot --target $$target --json > bench/results/aot/$$target.json \
+		|| failed=1; done; test -z "$$failed"
 
 serve: venv
 	$(PY) serve.py $(ARGS)
@@ -55,5 +77,5 @@ types: venv
 	$(PY) -m mypy
 
 clean:
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-aot .cache build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

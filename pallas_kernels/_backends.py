@@ -3,6 +3,7 @@
 A backend named explicitly is that backend or a ValueError, never a silent fallback.
 """
 
+import importlib
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -10,12 +11,14 @@ import jax
 
 NAMES = ("auto", "reference", "xla", "gpu", "tpu")
 
-# `auto` by JAX platform. The Pallas kernels ("gpu", "tpu") do not exist yet, so every platform runs XLA's.
+# `auto` by JAX platform. The Pallas kernels compile for their chips and agree with the reference in interpret mode, but
+# none has run on a chip yet: until one has, they are what `gpu` and `tpu` name, and `auto` is XLA everywhere.
 _AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "xla"}
 
 
-def choose(kernel: str, backend: str, built: Mapping[str, ModuleType]) -> ModuleType:
-    """The module that implements `kernel` under `backend`; `built` maps a backend's name to its module.
+def choose(kernel: str, backend: str, built: Mapping[str, ModuleType | str]) -> ModuleType:
+    """The module that implements `kernel` under `backend`; `built` maps a backend's name to its module, or to the
+    name of one that is imported when it is first chosen (Pallas would lengthen every start).
 
     Raises ValueError for an unknown name, for one this kernel is not built for, and for an unknown platform.
     """
@@ -30,4 +33,5 @@ def choose(kernel: str, backend: str, built: Mapping[str, ModuleType]) -> Module
         backend = _AUTO[platform]
     if backend not in built:
         raise ValueError(f"{kernel}: backend {backend!r} is not built; available: {', '.join(sorted(built))}")
-    return built[backend]
+    module = built[backend]
+    return importlib.import_module(module) if isinstance(module, str) else module

@@ -10,7 +10,7 @@ from pallas_kernels.grouped_matmul import reference, xla
 
 __all__ = ["experts_swiglu"]
 
-_BUILT = {"reference": reference, "xla": xla}
+_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.grouped_matmul.gpu"}
 
 
 def experts_swiglu(

@@ -5,18 +5,29 @@ channels, v value channels, c convolution channels, j carried convolution inputs
 n // (h / k). q and k arrive raw, after convolution and SiLU: the l2 norm (eps 1e-6 added to the sum of squares) and
 q's scale d**-0.5 are inside. The delta rule is float32 whatever the dtype of its inputs.
 
-Per value head, with state S [d, v]: S <- exp(log_decay) S; u = beta (v - S^T k); S <- S + k u^T; out = S^T q.
+Per value head, with state S [d, v]: S <- exp(log_decay) S; u = beta (v - S^T k); S <- S + k u^T; out = S^T q. The log
+decay is one number a value head (Gated DeltaNet) or one a value head and key channel (KDA, bounded or not): wherever
+an argument is named `log_decay_..h`, its shape may end in d as well.
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _backends, _checks
-from pallas_kernels.linear_recurrence import reference, xla
+from pallas_kernels.linear_recurrence import _composed, reference, xla
 
-__all__ = ["gated_delta_decode", "gated_delta_tile", "short_conv_decode", "short_conv_tile"]
+__all__ = [
+    "gated_delta_decode",
+    "gated_delta_drafts",
+    "gated_delta_prefill",
+    "gated_delta_tile",
+    "short_conv_decode",
+    "short_conv_tile",
+]
 
-_BUILT = {"reference": reference, "xla": xla}
+_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.linear_recurrence.gpu"}
+
+MOST_DRAFT_TOKENS = 8
 
 
 def _check_heads(kernel: str, sizes: dict[str, int]) -> None:
@@ -41,15 +52,13 @@ def gated_delta_tile(
     """
     kernel = "linear_recurrence.gated_delta_tile"
     run = _backends.choose(kernel, backend, _BUILT).gated_delta_tile
-    if log_decay_th.ndim == 3:
-        raise ValueError(f"{kernel}: a decay for each key channel [t, h, d] is not built; pass [t, h]")
     sizes = _checks.axes(
         kernel,
         {
             "q_tkd": (q_tkd, "tkd"),
             "k_tkd": (k_tkd, "tkd"),
             "v_thv": (v_thv, "thv"),
-            "log_decay_th": (log_decay_th, "th"),
+            "log_decay_th": (log_decay_th, "thd"[: log_decay_th.ndim]),
             "beta_th": (beta_th, "th"),
             "state_hdv": (state_hdv, "hdv"),
         },
@@ -80,15 +89,13 @@ def gated_delta_decode(
     """
     kernel = "linear_recurrence.gated_delta_decode"
     run = _backends.choose(kernel, backend, _BUILT).gated_delta_decode
-    if log_decay_bh.ndim == 3:
-        raise ValueError(f"{kernel}: a decay for each key channel [b, h, d] is not built; pass [b, h]")
     sizes = _checks.axes(
         kernel,
         {
             "q_bkd": (q_bkd, "bkd"),
             "k_bkd": (k_bkd, "bkd"),
             "v_bhv": (v_bhv, "bhv"),
-            "log_decay_bh": (log_decay_bh, "bh"),
+            "log_decay_bh": (log_decay_bh, "bhd"[: log_decay_bh.ndim]),
             "beta_bh": (beta_bh, "bh"),
             "states_shdv": (states_shdv, "shdv"),
             "slots_b": (slots_b, "b"),
@@ -101,6 +108,99 @@ def gated_delta_decode(
     _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
     _checks.integer(kernel, slots_b=slots_b)
     return run(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b)
+
+
+def gated_delta_drafts(
+    q_btkd: jax.Array,
+    k_btkd: jax.Array,
+    v_bthv: jax.Array,
+    log_decay_bth: jax.Array,
+    beta_bth: jax.Array,
+    states_shdv: jax.Array,
+    from_slots_b: jax.Array,
+    to_slots_bt: jax.Array,
+    *,
+    backend: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """A token and its drafts (t of them, at most 8) for each sequence: (out_bthv float32, states_shdv).
+
+    Starts from row `from_slots_b[b]` and writes the state after token i to row `to_slots_bt[b, i]` (int32), so that
+    any number of drafts can be accepted afterwards; in place when the rows are donated. A sequence may name its own
+    starting row among them. Rows that two sequences name hold a mixture of theirs.
+    """
+    kernel = "linear_recurrence.gated_delta_drafts"
+    module = _backends.choose(kernel, backend, _BUILT)
+    sizes = _checks.axes(
+        kernel,
+        {
+            "q_btkd": (q_btkd, "btkd"),
+            "k_btkd": (k_btkd, "btkd"),
+            "v_bthv": (v_bthv, "bthv"),
+            "log_decay_bth": (log_decay_bth, "bthd"[: log_decay_bth.ndim]),
+            "beta_bth": (beta_bth, "bth"),
+            "states_shdv": (states_shdv, "shdv"),
+            "from_slots_b": (from_slots_b, "b"),
+            "to_slots_bt": (to_slots_bt, "bt"),
+        },
+    )
+    _check_heads(kernel, sizes)
+    if sizes["t"] > MOST_DRAFT_TOKENS:
+        raise ValueError(f"{kernel}: {sizes['t']} tokens a sequence; at most {MOST_DRAFT_TOKENS}")
+    _checks.floating(
+        kernel, q_btkd=q_btkd, k_btkd=k_btkd, v_bthv=v_bthv, log_decay_bth=log_decay_bth, beta_bth=beta_bth
+    )
+    _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
+    _checks.integer(kernel, from_slots_b=from_slots_b, to_slots_bt=to_slots_bt)
+    args = (q_btkd, k_btkd, v_bthv, log_decay_bth, beta_bth, states_shdv, from_slots_b, to_slots_bt)
+    if module in (reference, xla):
+        return _composed.gated_delta_drafts(module, *args)
+    return module.gated_delta_drafts(*args)
+
+
+def gated_delta_prefill(
+    q_tkd: jax.Array,
+    k_tkd: jax.Array,
+    v_thv: jax.Array,
+    log_decay_th: jax.Array,
+    beta_th: jax.Array,
+    states_shdv: jax.Array,
+    slot: jax.Array,
+    *,
+    grid_tokens: int,
+    backend: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The delta rule over t tokens from a row: (out_thv, states at grid positions [g, h, d, v], states_shdv).
+
+    Starts from row `slot` (int32 scalar) and leaves the last state there, in place when the rows are donated. State i
+    of the g = t / grid_tokens is the one after (i + 1) * grid_tokens tokens; t is a multiple of grid_tokens. All
+    float32. With `reference` and `xla` the bits are those of gated_delta_tile on each grid step in turn.
+    """
+    kernel = "linear_recurrence.gated_delta_prefill"
+    module = _backends.choose(kernel, backend, _BUILT)
+    sizes = _checks.axes(
+        kernel,
+        {
+            "q_tkd": (q_tkd, "tkd"),
+            "k_tkd": (k_tkd, "tkd"),
+            "v_thv": (v_thv, "thv"),
+            "log_decay_th": (log_decay_th, "thd"[: log_decay_th.ndim]),
+            "beta_th": (beta_th, "th"),
+            "states_shdv": (states_shdv, "shdv"),
+            "slot": (jnp.asarray(slot), ""),
+        },
+    )
+    _check_heads(kernel, sizes)
+    if grid_tokens < 1 or sizes["t"] % grid_tokens:
+        raise ValueError(f"{kernel}: {sizes['t']} tokens are not a multiple of grid_tokens {grid_tokens}")
+    _checks.floating(
+        kernel, q_tkd=q_tkd, k_tkd=k_tkd, v_thv=v_thv, log_decay_th=log_decay_th, beta_th=beta_th
+    )
+    _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
+    _checks.integer(kernel, slot=slot)
+    args = (q_tkd, k_tkd, v_thv, log_decay_th, beta_th, states_shdv, slot)
+    if module in (reference, xla):
+        return _composed.gated_delta_prefill(module, *args, grid_tokens=grid_tokens)
+    return module.gated_delta_prefill(*args, grid_tokens=grid_tokens)
 
 
 def short_conv_tile(

@@ -14,7 +14,9 @@ def _token(state_hdv, q_kd, k_kd, v_hv, log_decay_h, beta_h):
     heads_per_key = v_hv.shape[0] // q_kd.shape[0]
     q_hd = jnp.repeat(_l2norm(q_kd) * jnp.float32(q_kd.shape[-1] ** -0.5), heads_per_key, axis=0)
     k_hd = jnp.repeat(_l2norm(k_kd), heads_per_key, axis=0)
-    state_hdv = jnp.exp(log_decay_h.astype(jnp.float32))[:, None, None] * state_hdv
+    # One decay a head [h], or one a head and key channel [h, d].
+    decay_hd1 = jnp.exp(log_decay_h.astype(jnp.float32)).reshape(v_hv.shape[0], -1, 1)
+    state_hdv = decay_hd1 * state_hdv
     seen_hv = jnp.einsum("hdv,hd->hv", state_hdv, k_hd, precision="highest")
     u_hv = beta_h.astype(jnp.float32)[:, None] * (v_hv.astype(jnp.float32) - seen_hv)
     state_hdv = state_hdv + k_hd[:, :, None] * u_hv[:, None, :]

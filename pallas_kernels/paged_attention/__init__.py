@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from pallas_kernels import _backends, _checks
 from pallas_kernels.paged_attention import reference, xla
 
-__all__ = ["decode", "prefill", "write_tile", "write_tokens"]
+__all__ = ["decode", "decode_drafts", "prefill", "write_tile", "write_tokens"]
 
-_BUILT = {"reference": reference, "xla": xla}
+_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.paged_attention.gpu"}
+
+MOST_DRAFT_TOKENS = 8
 
 
 def _check_component(
@@ -191,3 +193,51 @@ def decode(
         page_tokens=page_tokens,
         scale=scale,
     )
+
+
+def decode_drafts(
+    q_btgrd: jax.Array,
+    pages_nw: jax.Array,
+    page_table_bp: jax.Array,
+    context_tokens_b: jax.Array,
+    *,
+    offset_words: int,
+    page_tokens: int,
+    scale: float,
+    backend: str = "auto",
+) -> jax.Array:
+    """Attention of the last t tokens of each sequence (a token and its drafts, at most 8): out_btgrd in q's dtype.
+
+    All t entries are already written and counted in `context_tokens_b` (int32); query i sees keys
+    [0, context - (t - 1 - i)), and none where that is not positive. Otherwise as `decode`; `xla` computes each token
+    as a row of its own, so its bits are those of `decode` for b * t sequences.
+    """
+    kernel = "paged_attention.decode_drafts"
+    module = _backends.choose(kernel, backend, _BUILT)
+    sizes = _checks.axes(
+        kernel,
+        {
+            "q_btgrd": (q_btgrd, "btgrd"),
+            "page_table_bp": (page_table_bp, "bp"),
+            "context_tokens_b": (context_tokens_b, "b"),
+        },
+    )
+    b, t = sizes["b"], sizes["t"]
+    if t > MOST_DRAFT_TOKENS:
+        raise ValueError(f"{kernel}: {t} tokens a sequence; at most {MOST_DRAFT_TOKENS}")
+    _check_component(kernel, pages_nw, offset_words, page_tokens, sizes["g"], sizes["d"])
+    _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], q_btgrd=q_btgrd)
+    _checks.integer(kernel, page_table_bp=page_table_bp, context_tokens_b=context_tokens_b)
+    where = dict(offset_words=offset_words, page_tokens=page_tokens, scale=scale)
+    if module in (reference, xla):
+        missing_t = jnp.arange(t - 1, -1, -1, dtype=jnp.int32)
+        context_bt = jnp.maximum(context_tokens_b[:, None] - missing_t, jnp.int32(0))
+        out = module.decode(
+            q_btgrd.reshape(b * t, *q_btgrd.shape[2:]),
+            pages_nw,
+            jnp.repeat(page_table_bp, t, axis=0),
+            context_bt.reshape(-1),
+            **where,
+        )
+        return out.reshape(q_btgrd.shape)
+    return module.decode_drafts(q_btgrd, pages_nw, page_table_bp, context_tokens_b, **where)

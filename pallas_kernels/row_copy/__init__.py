@@ -1,7 +1,7 @@
-"""How does a row become raw words, and words a row again? The entry point; no state, called while tracing.
+"""How does a row become raw words, and words a row again? The entry points; no state, called while tracing.
 
-Axis letters: n pages, w words of a page. Nothing here computes with floats: a signalling NaN or a denormal comes
-back as it went (aot: 16-bit pages hold words, never bfloat16).
+Axis letters: n pages of an arena, p pages that move, w words of a page. Nothing here computes with floats:
+a signalling NaN or a denormal comes back as it went (aot: 16-bit pages hold words, never bfloat16).
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _backends
+from pallas_kernels import _backends, _checks
 from pallas_kernels.row_copy import reference, xla
 
-__all__ = ["pack", "unpack"]
+__all__ = ["gather_pages", "pack", "scatter_pages", "unpack"]
 
-_BUILT = {"reference": reference, "xla": xla}
+_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.row_copy.gpu"}
 
 
 def pack(
@@ -34,6 +34,29 @@ def unpack(
     """The arrays of the shapes and dtypes of `like` whose bytes `pack` put into the words."""
     _check("row_copy.unpack", like, *words_nw.shape, words_nw.dtype)
     return _backends.choose("row_copy.unpack", backend, _BUILT).unpack(words_nw, like)
+
+
+def gather_pages(pages_nw: jax.Array, page_ids_p: jax.Array, *, backend: str = "auto") -> jax.Array:
+    """The words [p, w] of the pages `page_ids_p` (int32, all of them in the arena)."""
+    kernel = "row_copy.gather_pages"
+    _checks.axes(kernel, {"pages_nw": (pages_nw, "nw"), "page_ids_p": (page_ids_p, "p")})
+    _checks.integer(kernel, page_ids_p=page_ids_p)
+    return _backends.choose(kernel, backend, _BUILT).gather_pages(pages_nw, page_ids_p)
+
+
+def scatter_pages(
+    pages_nw: jax.Array, page_ids_p: jax.Array, words_pw: jax.Array, *, backend: str = "auto"
+) -> jax.Array:
+    """`pages_nw` with `words_pw` as its pages `page_ids_p` (int32, all of them in the arena), in place when donated.
+
+    Ids that occur twice (the scratch page) keep words of any of theirs.
+    """
+    kernel = "row_copy.scatter_pages"
+    arrays = {"pages_nw": (pages_nw, "nw"), "page_ids_p": (page_ids_p, "p"), "words_pw": (words_pw, "pw")}
+    _checks.axes(kernel, arrays)
+    _checks.integer(kernel, page_ids_p=page_ids_p)
+    _checks.of_dtype(kernel, pages_nw.dtype, words_pw=words_pw)
+    return _backends.choose(kernel, backend, _BUILT).scatter_pages(pages_nw, page_ids_p, words_pw)
 
 
 def _check(kernel, parts, n_pages, page_words, word_dtype):  # type: ignore[no-untyped-def]

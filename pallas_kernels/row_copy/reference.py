@@ -24,3 +24,13 @@ def unpack(words_nw, like):  # type: ignore[no-untyped-def]
         parts.append(lax.bitcast_convert_type(taken, part.dtype))
         start += part.size * size
     return tuple(parts)
+
+
+def gather_pages(pages_nw, page_ids_p):  # type: ignore[no-untyped-def]
+    return jnp.stack([pages_nw[page_id] for page_id in page_ids_p])
+
+
+def scatter_pages(pages_nw, page_ids_p, words_pw):  # type: ignore[no-untyped-def]
+    for page_id, words_w in zip(page_ids_p, words_pw, strict=True):
+        pages_nw = pages_nw.at[page_id].set(words_w)
+    return pages_nw

@@ -22,3 +22,11 @@ def unpack(words_nw: jax.Array, like):  # type: ignore[no-untyped-def]
         parts.append(lax.bitcast_convert_type(words, part.dtype))
         start += n_words
     return tuple(parts)
+
+
+def gather_pages(pages_nw, page_ids_p):  # type: ignore[no-untyped-def]
+    return pages_nw.at[page_ids_p].get(mode="promise_in_bounds")
+
+
+def scatter_pages(pages_nw, page_ids_p, words_pw):  # type: ignore[no-untyped-def]
+    return pages_nw.at[page_ids_p].set(words_pw, mode="promise_in_bounds")
