@@ -11,6 +11,7 @@ before the bytes go back. `rate_bytes_per_s` paces the starts; None is as fast a
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -29,6 +30,8 @@ from cache_tiers.prefix_cache import PrefixCache
 from cache_tiers.transfer_jobs import CANCELLED, DAMAGED, DONE, IO_ERROR, MISSING, RANK_FAILED, Load, Store
 from runtime.faults import FaultInjected, FaultRule, Faults, spoil
 from runtime.steps import DeviceSteps
+
+log = logging.getLogger(__name__)
 
 READ_THREADS = 2
 DELETE_RETRY_S = 1.0
@@ -217,7 +220,11 @@ class Transfers:
             result, outcome = None, MISSING
         except Damaged:
             result, outcome = None, DAMAGED
-        except (WriteFailed, OSError):
+        except (WriteFailed, OSError) as error:
+            log.warning("a transfer failed: %s", error)
+            result, outcome = None, IO_ERROR
+        except Exception:  # a mistake of ours costs this transfer, never the thread that all others need
+            log.exception("a transfer failed")
             result, outcome = None, IO_ERROR
         self._finished.append(_Finished(job, outcome, result))
         self._wake()
