@@ -1,9 +1,10 @@
 """Does it cost anything that a prompt is many messages? The same number of tokens as few and as many of them.
 
 Conversations of common words, rendered by the model's own chat template, with the message ends that the server would
-hand to the engine. Each round takes every message count cold (under a new salt) and then warm (the same prompt
-again), in turning order; ratios are between the counts of one round. A prompt's length misses the wanted one by a
-few tokens at most, and no grid step more or less is computed for it.
+hand to the engine, all of exactly as many tokens. Each round takes every message count cold (under a new salt), and
+then all of them warm (the same prompts again), several times in turn: a warm answer takes a hundredth of a cold one's
+time, so one reading of each, seconds apart, would compare the machine with itself at two moments. Ratios are between
+readings that followed each other.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ WORDS = (
     "the of and to in that it was he for on are as with his they at be this from have or by one had not but what"
     " all were when we there can an your which their said if do will each about how up out them then she many some"
 ).split()
-NEAR_TOKENS = 2
-ATTEMPTS = 40
+TEXTS, ATTEMPTS = 20, 12
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,15 +38,15 @@ def main(argv: Sequence[str]) -> int:
     add_engine_flags(parser, rounds=5)
     add = parser.add_argument
     add("--tokens", type=int, default=14 * 1024, metavar="N", help="length of each prompt")
+    add("--warm-readings", type=int, default=8, metavar="N", help="of each prompt in a round")
     add("--messages", type=int, nargs="+", default=[4, 240], metavar="M", help="the first is compared with")
     args = parser.parse_args(argv)
     use_cache(args)
-    # In the middle of a page, so that a token more or less changes no tile.
     n_tokens = args.tokens // 64 * 64 + 32
     builder = prompt_builder(args, 2 * n_tokens)
     prompts = {count: conversation(builder, count, n_tokens) for count in args.messages}
     with running_engine(args, n_tokens + 64) as engine:
-        result = measure_messages(engine, prompts, args.rounds)
+        result = measure_messages(engine, prompts, args.rounds, args.warm_readings)
     print_report(args, "messages", {"grid_tokens": args.grid_tokens, **result}, table(result))
     return 0
 
@@ -61,25 +61,38 @@ def prompt_builder(args: argparse.Namespace, n_context_tokens: int) -> PromptBui
 
 
 def conversation(builder: PromptBuilder, n_messages: int, n_tokens: int) -> RenderedPrompt:
-    """`n_messages` messages of about equal length that make `n_tokens` tokens together, or nearly.
+    """`n_messages` messages of about equal length that make `n_tokens` tokens together.
 
-    Raises ValueError where the messages' frames alone are longer, or no text comes near enough.
+    Raises ValueError where the messages' frames alone are longer, or no text comes out so long.
     """
-    rng = random.Random(n_messages)
+    for text in range(TEXTS):
+        prompt = _of_length(builder, random.Random(f"{n_messages} {text}"), n_messages, n_tokens)
+        if prompt is not None:
+            return prompt
+    raise ValueError(f"{n_messages} messages cannot be made {n_tokens} tokens long")
+
+
+def _of_length(
+    builder: PromptBuilder, rng: random.Random, n_messages: int, n_tokens: int
+) -> RenderedPrompt | None:
+    """None where no cut of this text comes out exactly so long: where messages begin decides a few tokens."""
     words = [rng.choice(WORDS) for _ in range(2 * n_tokens)]
     frames_tokens = len(builder.render(_messages(n_messages, words[:n_messages])).token_ids)
     n_words = n_messages + max(0, n_tokens - frames_tokens)
+    tried = set()
     for _ in range(ATTEMPTS):
+        tried.add(n_words)
         prompt = builder.render(_messages(n_messages, words[:n_words]))
         missing = n_tokens - len(prompt.token_ids)
-        if abs(missing) <= NEAR_TOKENS:
+        if missing == 0:
             return prompt
         tokens_a_word = max(1.0, (len(prompt.token_ids) - frames_tokens) / max(1, n_words - n_messages))
-        step = round(missing / tokens_a_word)
-        n_words += step or (1 if missing > 0 else -1)
+        n_words += round(missing / tokens_a_word)
+        while n_words in tried:
+            n_words += 1 if missing > 0 else -1
         if not n_messages <= n_words <= len(words):
             break
-    raise ValueError(f"{n_messages} messages cannot be made {n_tokens} tokens long")
+    return None
 
 
 def _messages(n_messages: int, words: Sequence[str]) -> list[dict[str, str]]:
@@ -91,25 +104,27 @@ def _messages(n_messages: int, words: Sequence[str]) -> list[dict[str, str]]:
     return [{"role": role, "content": " ".join(words[cuts[i] : cuts[i + 1]])} for i, role in enumerate(roles)]
 
 
-def measure_messages(engine: Engine, prompts: dict[int, RenderedPrompt], n_rounds: int) -> dict[str, Any]:
-    """Seconds by message count, cold and warm, and the ratios to the first count in the same round."""
+def measure_messages(
+    engine: Engine, prompts: dict[int, RenderedPrompt], n_rounds: int, n_warm: int
+) -> dict[str, Any]:
+    """Seconds by message count, cold and warm, and the ratios to the first count's reading beside it."""
     counts = list(prompts)
     meter = LoadMeter()
     cold: dict[int, list[FirstToken]] = {count: [] for count in counts}
     warm: dict[int, list[FirstToken]] = {count: [] for count in counts}
     for round_ in range(-1, n_rounds):  # round -1 touches all memory and is not counted
         turn = round_ % len(counts)
-        for count in counts[turn:] + counts[:turn]:
-            forget(engine)
-            prompt = prompts[count]
-            salt = f"{round_}-{count}"
-            for times in (cold, warm):
-                name = f"{salt}-{'cold' if times is cold else 'warm'}"
+        forget(engine)
+        for reading in range(1 + n_warm):
+            for count in counts[turn:] + counts[:turn]:
+                prompt, salt = prompts[count], f"{round_}-{count}"
+                name = f"{salt}-{reading}"
                 token = first_token(engine, name, prompt.token_ids, salt, prompt.message_end_tokens)
                 if round_ >= 0:
-                    times[count].append(token)
+                    (warm if reading else cold)[count].append(token)
     return {
         "rounds": n_rounds,
+        "warm_readings": n_warm,
         "results": [
             {
                 "messages": count,
@@ -145,6 +160,7 @@ def table(result: dict[str, Any]) -> list[str]:
             f"  {warm['median'] * 1e3:8.1f} ({warm['min'] * 1e3:.1f}..{warm['max'] * 1e3:.1f})"
             f"  {r['warm_ratio']['median']:6.3f}  {r['warm_cached_tokens']['median']:7.0f}"
         )
-    lines.append(f"  medians of {result['rounds']} rounds (target: ratios within 10 %);"
+    lines.append(f"  medians of {result['rounds']} rounds, {result['warm_readings']} warm readings in each"
+                 " (target: ratios within 10 %);"
                  f" foreign cores {result['foreign_cores']}")  # fmt: skip
     return lines
