@@ -19,8 +19,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from runtime import anthropic_output, openai_output
 from runtime.api_errors import ApiError, internal_error
-from runtime.openai_output import error_object
 
 log = logging.getLogger("strata.http")
 
@@ -124,13 +124,13 @@ class Guard:
                     return self._preflight()
                 return await handler(request)
             except ApiError as error:
-                return error_response(error)
+                return error_response(error, request)
             except web.HTTPException as error:
-                return error_response(_from_aiohttp(error))
+                return error_response(_from_aiohttp(error), request)
             except Exception:
                 # The edge of the server: whatever went wrong is logged whole and told to the client as ours.
                 log.exception("request %s failed", request[REQUEST_ID])
-                return error_response(internal_error(request[REQUEST_ID]))
+                return error_response(internal_error(request[REQUEST_ID]), request)
 
         return edge
 
@@ -177,12 +177,14 @@ class Guard:
         return web.Response(status=204, headers=headers)
 
 
-def error_response(error: ApiError) -> web.Response:
+def error_response(error: ApiError, request: web.Request) -> web.Response:
+    """The error in the form of the protocol that was spoken to."""
+    status, body = error.status, openai_output.error_object(error.body)
+    if request.path.startswith("/v1/messages"):
+        body = anthropic_output.error_object(error.body, status, request[REQUEST_ID])
+        status = anthropic_output.OVERLOADED_STATUS if status == 503 else status
     return web.Response(
-        status=error.status,
-        body=msgspec.json.encode(error_object(error.body)),
-        content_type="application/json",
-        headers=error.headers,
+        status=status, body=msgspec.json.encode(body), content_type="application/json", headers=error.headers
     )
 
 

@@ -19,15 +19,21 @@ import msgspec
 from aiohttp import web
 
 from cache_tiers.identity import tenant_salt
+from runtime.answer_encoder import AnswerEncoder
+from runtime.anthropic_output import MessagesEncoder
+from runtime.anthropic_protocol import parse_count_tokens, parse_messages
 from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable, unknown_model
 from runtime.generation import Backend, Generation
 from runtime.http_admin import AdminRoutes
 from runtime.http_guard import API_KEY, REQUEST_ID, Access, Guard, Handler
 from runtime.json_body import decode_object
 from runtime.metrics import CONTENT_TYPE, ServerMetrics
-from runtime.openai_output import DONE, AnswerEncoder, ChatEncoder, CompletionEncoder, error_object, event
+from runtime.openai_output import ChatEncoder, CompletionEncoder
 from runtime.openai_protocol import ParsedRequest, ProtocolLimits, parse_chat, parse_completion
-from runtime.serve_request import ChoiceDelta, ServeRequest
+from runtime.responses_output import ResponsesEncoder
+from runtime.responses_protocol import parse_responses
+from runtime.serve_request import ChoiceDelta, ServeRequest, TextPrompts
+from runtime.token_protocol import parse_detokenize, parse_tokenize
 from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 
 log = logging.getLogger("strata.http")
@@ -47,6 +53,23 @@ _SSE_HEADERS = {
 
 Phase = Literal["starting", "ready", "draining", "failed"]
 Parser = Callable[[Mapping[str, Any], ProtocolLimits], ParsedRequest]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A protocol: how its bodies are read, how its answers are written, how their ids begin."""
+
+    parse: Parser
+    encoder: type[AnswerEncoder]
+    id_prefix: str
+
+
+_FORMS = {
+    "/v1/chat/completions": _Form(parse_chat, ChatEncoder, "chatcmpl-"),
+    "/v1/completions": _Form(parse_completion, CompletionEncoder, "cmpl-"),
+    "/v1/messages": _Form(parse_messages, MessagesEncoder, "msg_"),
+    "/v1/responses": _Form(parse_responses, ResponsesEncoder, "resp_"),
+}
 
 
 @dataclass
@@ -74,6 +97,7 @@ class HttpServer:
         stall_limit_s: float,
         isolate_keys: bool = False,
         enable_faults: bool = False,
+        ping_interval_s: float = PING_INTERVAL_S,
     ):
         self._state = state
         self._guard = guard
@@ -83,14 +107,18 @@ class HttpServer:
         self._stall_limit_s = stall_limit_s
         self._isolate_keys = isolate_keys
         self._enable_faults = enable_faults
+        self._ping_interval_s = ping_interval_s
         self._logged_fields: set[str] = set()
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guard.middleware], client_max_size=self._max_body_bytes)
         app.on_response_prepare.append(self._guard.add_headers)
         routes: tuple[tuple[str, str, Handler, Access], ...] = (
-            ("POST", "/v1/chat/completions", self.chat_completions, Access.KEY),
-            ("POST", "/v1/completions", self.completions, Access.KEY),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens, Access.KEY),
+            ("POST", "/tokenize", self.tokenize, Access.KEY),
+            ("POST", "/v1/tokenize", self.tokenize, Access.KEY),
+            ("POST", "/detokenize", self.detokenize, Access.KEY),
+            ("POST", "/v1/detokenize", self.detokenize, Access.KEY),
             ("GET", "/v1/models", self.models, Access.KEY),
             ("GET", "/v1/models/{name:.+}", self.model, Access.KEY),
             ("GET", "/version", self.version, Access.KEY),
@@ -103,36 +131,32 @@ class HttpServer:
             routes += AdminRoutes(
                 self._ready_backend, isolate_keys=self._isolate_keys, enable_faults=self._enable_faults
             ).routes()
+        routes += tuple(("POST", path, self._answering(form), Access.KEY) for path, form in _FORMS.items())
         for method, path, handler, access in routes:
             app.router.add_route(method, path, self._guard.route(handler, access))
         return app
 
     # Generation
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_chat, ChatEncoder, "chatcmpl")
+    def _answering(self, form: _Form) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            return await self._answer(request, form)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_completion, CompletionEncoder, "cmpl")
+        return answer
 
-    async def _answer(
-        self, request: web.Request, parse: Parser, encoder_type: type[AnswerEncoder], id_prefix: str
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, form: _Form) -> web.StreamResponse:
         arrival_s = time.monotonic()
-        body = await _read_body(request)
-        backend = self._ready_backend()
-        parsed = await self._parse(body, parse, backend.limits)
-        self._note(parsed)
+        parsed, backend = await self._parsed(request, form.parse)
         serve_request = dataclasses.replace(
             self._with_model(parsed.request),
             cache_salt=tenant_salt(
                 parsed.request.cache_salt, request.get(API_KEY) if self._isolate_keys else None
             ),
         )
-        response_id = f"{id_prefix}-{secrets.token_hex(12)}"
+        response_id = form.id_prefix + secrets.token_hex(12)
         generation = await backend.generator.start(serve_request, response_id)
         try:
-            encoder = encoder_type(generation.answer, backend.token_bytes)
+            encoder = form.encoder(generation.answer, backend.token_bytes)
             watch = _Stopwatch(self._metrics, arrival_s)
             if serve_request.stream:
                 return await self._stream(request, generation, encoder, watch)
@@ -141,16 +165,50 @@ class HttpServer:
             # Also where the client has gone: aiohttp then cancels this handler.
             generation.close()
 
-    async def _parse(self, body: bytes, parse: Parser, limits: ProtocolLimits) -> ParsedRequest:
-        def work() -> ParsedRequest:
-            return parse(decode_object(body), limits)
+    async def _parsed(self, request: web.Request, parse: Parser) -> tuple[ParsedRequest, Backend]:
+        """Reads the body and what it asks for, and who is there to answer it."""
+        body = await _read_body(request)
+        backend = self._ready_backend()
 
-        if len(body) <= _LARGE_BODY_BYTES:
-            return work()
+        def work() -> ParsedRequest:
+            return parse(decode_object(body), backend.limits)
+
         try:
-            return await self._workers.run(work)
+            parsed = work() if len(body) <= _LARGE_BODY_BYTES else await self._workers.run(work)
         except TimeLimitExceeded:
             raise invalid_json("Reading this body took longer than the server allows.") from None
+        self._note(parsed)
+        return parsed, backend
+
+    # Counting
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Anthropic's: the prompt tokens that the same body would have as a message."""
+        parsed, backend = await self._parsed(request, parse_count_tokens)
+        asked = self._with_model(parsed.request)
+        (prompt,) = await backend.generator.render(asked.prompt, asked.prompt_field)
+        return _json({"input_tokens": len(prompt.token_ids)})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """The token ids of a text or of a conversation."""
+        parsed, backend = await self._parsed(request, parse_tokenize)
+        asked = self._with_model(parsed.request)
+        (prompt,) = await backend.generator.render(asked.prompt, asked.prompt_field)
+        return _json(
+            {
+                "count": len(prompt.token_ids),
+                "max_model_len": backend.engine.max_model_tokens,
+                "tokens": prompt.token_ids,
+            }
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        parsed, backend = await self._parsed(request, parse_detokenize)
+        asked = self._with_model(parsed.request)
+        assert isinstance(asked.prompt, TextPrompts)
+        (token_ids,) = asked.prompt.prompts
+        raw = b"".join(backend.token_bytes.raw(token_id) for token_id in token_ids if type(token_id) is int)
+        return _json({"prompt": raw.decode(errors="replace")})
 
     async def _whole(
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
@@ -175,13 +233,14 @@ class HttpServer:
         response = web.StreamResponse(headers=_SSE_HEADERS)
         try:
             await response.prepare(request)
-            await response.write(b": ok\n\n")
+            await response.write(encoder.opening())
             while not generation.finished:
-                deltas = await generation.next_batch(PING_INTERVAL_S)
-                events = [] if deltas else [b": ping\n\n"]
+                deltas = await generation.next_batch(self._ping_interval_s)
+                events = [] if deltas else [encoder.ping()]
                 for delta in deltas:
                     if delta.error is not None:
-                        events += [self._error_event(request, delta.error), DONE]
+                        error = self._generation_error(request, delta.error)
+                        events.append(encoder.failure(error.body, request[REQUEST_ID]))
                         generation.close()
                         break
                     watch.saw(delta)
@@ -201,9 +260,6 @@ class HttpServer:
             # Clients close at [DONE] or when they have read enough; nobody is left to tell.
             log.debug("request %s: the client closed the connection", request[REQUEST_ID])
         return response
-
-    def _error_event(self, request: web.Request, error: str) -> bytes:
-        return event(error_object(self._generation_error(request, error).body))
 
     def _generation_error(self, request: web.Request, error: str) -> ApiError:
         log.error("request %s ended in the engine: %s", request[REQUEST_ID], error)

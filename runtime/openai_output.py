@@ -6,12 +6,13 @@ writes it, on the event loop.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from runtime.answer_encoder import AnswerEncoder
 from runtime.answer_parts import MAX_TEXT_CHARS, collected_parts, short_parts
 from runtime.api_errors import ErrorBody
 from runtime.detokenizer import TokenBytes
@@ -46,19 +47,16 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-class AnswerEncoder(ABC):
-    """Base of both forms. `stream` encodes events; `collect` and `whole` make the one-piece answer."""
+class OpenAIEncoder(AnswerEncoder):
+    """Base of both forms."""
 
     chunk_object = ""
     whole_object = ""
     partial_characters = "replace"
 
     def __init__(self, answer: Answer, token_bytes: TokenBytes):
-        self._answer = answer
-        self._request = answer.request
-        self._token_bytes = token_bytes
+        super().__init__(answer, token_bytes)
         self._begun: set[int] = set()
-        self._collected: dict[int, list[ChoiceDelta]] = {}
         self._text_offsets_chars: dict[int, int] = {}
         self._head = {
             "id": answer.response_id,
@@ -96,6 +94,9 @@ class AnswerEncoder(ABC):
         if not self._request.include_usage:
             return DONE
         return event({**self._head, "choices": [], "usage": usage_object(usage)}) + DONE
+
+    def failure(self, error: ErrorBody, request_id: str) -> bytes:
+        return event(error_object(error)) + DONE
 
     def _events(self, delta: ChoiceDelta) -> Iterator[bytes]:
         index = delta.index
@@ -143,9 +144,6 @@ class AnswerEncoder(ABC):
 
     # One piece
 
-    def collect(self, delta: ChoiceDelta) -> None:
-        self._collected.setdefault(delta.index, []).append(delta)
-
     def whole(self, usage: Usage) -> bytes:
         """The non-streaming answer, once every choice has finished; `usage` is the whole answer's."""
         answer = {
@@ -186,7 +184,7 @@ class AnswerEncoder(ABC):
         return self._token_bytes.raw(token_id).decode(errors=self.partial_characters)
 
 
-class ChatEncoder(AnswerEncoder):
+class ChatEncoder(OpenAIEncoder):
     """chat.completion and chat.completion.chunk."""
 
     chunk_object = "chat.completion.chunk"
@@ -251,7 +249,7 @@ class ChatEncoder(AnswerEncoder):
         return {"token": self._token_text(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-class CompletionEncoder(AnswerEncoder):
+class CompletionEncoder(OpenAIEncoder):
     """text_completion, whole and in chunks."""
 
     chunk_object = "text_completion"

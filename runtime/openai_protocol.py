@@ -64,7 +64,8 @@ class ParsedRequest:
 @dataclass(frozen=True)
 class ProtocolLimits:
     """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults).
-    `can_call_tools`: whether the form of its tool calls is known."""
+    `can_call_tools`: whether the form of its tool calls is known. `keep_volatile_lines`: system lines that change
+    with each request stay in (--keep-volatile-lines)."""
 
     vocab_size: int
     max_model_tokens: int
@@ -73,6 +74,7 @@ class ProtocolLimits:
     logits_digests: bool = False
     can_call_tools: bool = False
     reasoning_fields: tuple[str, ...] = ServeRequest.reasoning_fields
+    keep_volatile_lines: bool = False
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:

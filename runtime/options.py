@@ -64,6 +64,7 @@ class ServerOptions:
     tool_parser: str
     reasoning_parser: str
     reasoning_fields: tuple[str, ...]
+    keep_volatile_lines: bool
     compile_cache: Path | None
     max_waiting: int
     max_body_bytes: int
@@ -152,6 +153,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         allowed_hosts=args.allowed_hosts,
         cors_origins=args.cors_origins,
         insecure=args.insecure,
+        keep_volatile_lines=args.keep_volatile_lines,
         chat_template=args.chat_template,
         tool_parser=args.tool_parser,
         reasoning_parser=args.reasoning_parser,
@@ -224,6 +226,11 @@ def _add_model_flags(parser: _Parser) -> None:
         choices=("both", *_REASONING_FIELDS),
         default="both",
         help="name of an answer's thinking",
+    )
+    add(
+        "--keep-volatile-lines",
+        action="store_true",
+        help="keep system lines that some clients change with each request",
     )
     add("--offline", action="store_true", help="use only what has been downloaded before")
 

@@ -42,7 +42,8 @@ class ServeRequest:
     """`sampling.max_tokens` is 0 where the client named no limit. `n` choices are made for each prompt;
     choice index = prompt index * n + i. `logprobs` counts the best candidates shown beside each token, None
     for none. `call_id_prefix` begins the ids made for tool calls,
-    `reasoning_fields` are the names under which a chat answer has its reasoning.
+    `reasoning_fields` are the names under which a chat answer has its reasoning, `repeated` is what the answer says
+    again of the request.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ServeRequest:
     include_reasoning: bool = True
     reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     call_id_prefix: str = "call_"
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:

@@ -242,6 +242,7 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
         defaults=folder.defaults,
         can_call_tools=folder.output_format.tool_parser is not None,
         reasoning_fields=options.reasoning_fields,
+        keep_volatile_lines=options.keep_volatile_lines,
     )
     builder = PromptBuilder(folder.tokenizer, folder.template, max_model_tokens, folder.output_format)
     return _Loaded(engine, builder, limits)

@@ -33,6 +33,7 @@ def running(
     isolate_keys: bool = False,
     model: tuple[Engine, Path] | None = None,
     served: tuple[TokenEngine, PromptBuilder, ProtocolLimits] | None = None,
+    ping_interval_s: float = 10.0,
 ) -> Iterator[Client]:
     """The application with these rules; `host` is what the rules believe it listens on. `model` is a started
     engine and its folder, or `served` what is made of them."""
@@ -57,6 +58,7 @@ def running(
         max_body_bytes=100_000 if served else 1000,
         stall_limit_s=60,
         isolate_keys=isolate_keys,
+        ping_interval_s=ping_interval_s,
     )
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(http.application(), handler_cancellation=True)
