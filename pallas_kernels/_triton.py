@@ -24,7 +24,8 @@ load, store = plt.load, plt.store
 
 # Tensor cores take no float32. Three TF32 products (of the operands' high and low halves) leave an error of about
 # 1e-6; one leaves 5e-4, and IEEE products run without tensor cores and spill (aot_and_numerics: precision).
-_FLOAT32_ON_TENSOR_CORES = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+_EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+_ROUNDED = lax.DotAlgorithmPreset.TF32_TF32_F32
 
 
 def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
@@ -59,11 +60,16 @@ def call(
     )(*arrays)
 
 
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0), *, interpret: bool) -> jax.Array:
-    """Product of two matrices over one axis of each, float32. Operands have one dtype."""
+def dot(
+    a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0), *, interpret: bool, exact: bool = True
+) -> jax.Array:
+    """Product of two matrices over one axis of each, float32. Operands have one dtype.
+
+    `exact` False rounds float32 operands to TF32 on a chip: for kernels whose registers hold no three parts of them.
+    """
     precision = None
     if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpret else _FLOAT32_ON_TENSOR_CORES
+        precision = lax.Precision.HIGHEST if interpret else _EXACT if exact else _ROUNDED
     return lax.dot_general(
         a,
         b,

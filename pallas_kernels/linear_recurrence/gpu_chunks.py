@@ -147,7 +147,7 @@ def _scan_kernel(q_ref, k_ref, start_ref, end_ref, p_ref, w_ref, u_ref, slot_ref
     slot = slot_ref[0]
 
     def dot(a, b, contract=(1, 0)):
-        return _triton.dot(a, b, contract, interpret=interpret)
+        return _triton.dot(a, b, contract, interpret=interpret, exact=False)
 
     def chunk(n, state_dv):
         start, end = start_ref[n], end_ref[n]
