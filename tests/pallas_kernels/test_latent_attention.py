@@ -136,10 +136,8 @@ def test_index_scores(case):
         got = np.asarray(_run(backend, "index_scores", **kw)(q, weight, pages, tables, counts))
         for b, count in enumerate(counts):
             assert (got[b, count:] == -np.inf).all()
-        some = counts > 0
-        assert_close(
-            np.where(np.isfinite(got), got, 0)[some], np.where(np.isfinite(got), want, 0)[some], case.dtype
-        )
+        finite = np.isfinite(got[:, :n_pools])
+        assert_close(np.where(finite, got[:, :n_pools], 0), np.where(finite, want, 0), case.dtype)
 
 
 def _brute_positions(scores, position, pool_tokens, most_pools):
