@@ -45,6 +45,7 @@ class _Retry:
     since_s: float
     next_s: float
     reason: str
+    target: int
 
 
 class Demoter:
@@ -221,10 +222,7 @@ class Demoter:
             self._evict(node, tier, cause, now_s)
         elif not self._room_on_shelf(target, n_bytes, now_s):
             self._counters.skipped("no_room")
-            if self.is_waiting(target):
-                self.retries[tier, node] = _Retry(now_s, now_s, "no_room")
-            else:  # all of it is pinned, or nothing there can make room: waiting would not help
-                self._evict(node, tier, cause, now_s)
+            self.retries[tier, node] = _Retry(now_s, now_s + self._config.retry_s, "no_room", target)
         else:
             at = self._tiers[tier]
             room = (
@@ -289,7 +287,9 @@ class Demoter:
             return
         if demotion.failed is not None:
             if demotion.failed != CANCELLED:
-                self.retries[tier, node] = _Retry(now_s, now_s + self._config.retry_s, demotion.failed)
+                self.retries[tier, node] = _Retry(
+                    now_s, now_s + self._config.retry_s, demotion.failed, demotion.target
+                )
             return
         at = self._tiers[tier]
         if checkpoint.last_use_s > demotion.began_s or not at.frees(node, demotion.cause):
@@ -304,7 +304,7 @@ class Demoter:
             self.retiring[tier, node] = demotion
             self._issue(demotion, parts)  # a sibling went meanwhile, and left shared pages to this one
         else:
-            self.retries[tier, node] = _Retry(now_s, now_s, "no_room")
+            self.retries[tier, node] = _Retry(now_s, now_s, "no_room", demotion.target)
 
     def _evict(self, node: Node, tier: int, cause: str, now_s: float) -> None:
         self.retries.pop((tier, node), None)
@@ -344,7 +344,7 @@ class Demoter:
             if shelf.foreign_bytes and not self._outbox.drop_foreign_bytes:
                 self._outbox.drop_foreign_bytes = n_bytes
                 return False
-            if not self._retire_one(tier, "room", now_s):
+            if not self._retire_one(tier, "room", now_s) and not self._give_up_waiting(tier, now_s):
                 break
         return shelf.free_bytes >= n_bytes
 
@@ -374,7 +374,8 @@ class Demoter:
                 self._evict(node, tier, demotion.cause, now_s)
                 return True
         for (at, node), retry in self.retries.items():
-            if at == tier and (retry.reason in FAILURES or retry.since_s <= limit_s):
+            hopeless = retry.reason in FAILURES or not self.is_waiting(retry.target)
+            if at == tier and (hopeless or retry.since_s <= limit_s):
                 self._counters.skipped("source_gone")
                 self._evict(node, tier, "room", now_s)
                 return True

@@ -271,12 +271,13 @@ class PrefixCache:
         return self._reserve(n_pages, ENTRIES)
 
     def reserve_row(self) -> list[int] | None:
-        """Pages for one packed row, until `publish` or `release`; None, counted as a skip, where there is
-        no room.
+        """Pages for one packed row, until `publish` or `release`. None where there is no room: not until stores have
+        finished (`waits_for_stores`: wait), or, counted as a skip, at all.
         """
         ids = self._reserve(self.config.row_pages, ROWS)
         if ids is None:
-            self.counters.skipped("no_room")
+            if not self.waits_for_stores:
+                self.counters.skipped("no_room")
         else:
             self.unpublished_row_ids.update(ids)
         return ids

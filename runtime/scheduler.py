@@ -354,8 +354,11 @@ class Scheduler:
                 end = min(start + tile_tokens, sequence.prompt_tokens)
                 if not self._grow(sequence, end):
                     break
+                checkpoint = self._checkpoint(sequence, end)
+                if checkpoint is None and end in sequence.awaited_ends_tokens:
+                    break  # the row's room comes when stores have finished
                 finishes = end == sequence.prompt_tokens and not sequence.settles
-                tile = Tile(sequence, start, end - start, finishes, self._checkpoint(sequence, end))
+                tile = Tile(sequence, start, end - start, finishes, checkpoint)
                 (grid_tiles if tile_tokens == self.config.grid_tokens else page_tiles).append(tile)
                 sequence.computed_tokens = end
                 sequence.last_step = step
@@ -370,8 +373,9 @@ class Scheduler:
         return tuple(call for call in calls if call.tiles)
 
     def _checkpoint(self, sequence: Sequence, end_tokens: int) -> PlannedCheckpoint | None:
-        """The checkpoint to take there; None where none is wanted or no room can be made. With
-        --reuse-generated every grid position from the prompt's end on is wanted."""
+        """The checkpoint to take there; None where none is wanted or no room can be made (it is awaited no longer),
+        or only once stores have finished (it is still). With --reuse-generated
+        every grid position from the prompt's end on is wanted."""
         of_reply = (
             self._keeps_replies
             and end_tokens >= sequence.prompt_tokens
@@ -384,7 +388,10 @@ class Scheduler:
             return None
         row_page_ids = self.cache.reserve_row()
         if row_page_ids is None:
-            sequence.awaited_ends_tokens.discard(end_tokens)
+            if not self.cache.waits_for_stores:
+                sequence.awaited_ends_tokens.discard(end_tokens)
+            elif of_reply:
+                self.cache.counters.skipped("no_room")
             return None
         return PlannedCheckpoint(sequence.plan, end_tokens, tuple(row_page_ids))
 

@@ -166,6 +166,9 @@ class FakeEngine:
                 self.check()
                 if row_ids is not None:
                     running.unpublished.append((wanted.end_tokens, row_ids))
+                elif self.cache.waits_for_stores:
+                    self._give_back_rows(running)
+                    return None
         self._dispatch()
         for position in range(start // self.config.page_tokens, len(running.page_ids)):
             self.stamps[running.page_ids[position]] = self._entries(running, position)
@@ -188,9 +191,7 @@ class FakeEngine:
 
     def finish(self, running: Running) -> None:
         """Ends or cancels it, whatever it is doing."""
-        for _, row_ids in running.unpublished:
-            self.cache.release(row_ids, last_step=self.step)
-        running.unpublished = []
+        self._give_back_rows(running)
         self._expect(running, running.page_ids[: running.computed_tokens // self.config.page_tokens])
         self.cache.finish(running.plan, running.page_ids, last_step=self.step)
         self.check()
@@ -201,10 +202,14 @@ class FakeEngine:
         """A request from lookup to finish; the plan says what was reused. Fails if there is never room."""
         running = self.admit(tokens, **admit)
         assert running is not None
-        if running.plan.needs_load:
-            assert self.load(running), "no room for a restore alone"
+        while running.plan.needs_load:
+            begun = self.load(running)
+            assert begun or self.cache.waits_for_stores, "no room for a restore alone"
             self.mover.settle()
-            assert not running.plan.failed
+            if not begun:
+                self.cache.abort(running.plan)
+                running = self.admit(tokens, **admit)
+                assert running is not None
         self.commit(running)
         while True:
             went_on = self.prefill_step(running)
@@ -220,6 +225,16 @@ class FakeEngine:
         self.cache.tend()
         self.mover.settle()
         return running.plan
+
+    def run_on_device(self, tokens: Sequence[int]) -> None:
+        """A cold request, with no transfer carried out meanwhile."""
+        running = self.admit(tokens)
+        assert running is not None
+        self.commit(running)
+        while self.prefill_step(running):
+            self.publish(running)
+        self.finish(running)
+        self.arena.complete(self.step)
 
     def reused(self, tokens: Sequence[int], **admit: Any) -> int:
         """Tokens that a request would reuse now; it does not run and does not count as a use."""
@@ -248,6 +263,11 @@ class FakeEngine:
             laws.check(self.cache)
 
     # ---- inside
+
+    def _give_back_rows(self, running: Running) -> None:
+        for _, row_ids in running.unpublished:
+            self.cache.release(row_ids, last_step=self.step)
+        running.unpublished = []
 
     def _dispatch(self) -> int:
         """A step goes to the device; the one before it has finished by then."""
