@@ -1,31 +1,34 @@
 """How much would the cache reuse on a real request trace? A replay on the real `cache_tiers`, fake payloads.
 
 Pages and rows are ids, time is the trace's own, a request is one instant: prefill steps of 2,048 tokens
-reserve pages and save rows exactly as the engine does. docs/policy.md has the conditions and the table of
-results.
+reserve pages and save rows exactly as the engine does. Behind the device transfers take no time; what they would
+take is estimated. docs/policy.md has the conditions and the table of results.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.instant_mover import InstantMover
+from bench.traces import TracedRequest, read_trace
 from cache_tiers.arena import ENTRIES, ROWS, PageArena
 from cache_tiers.costs import CostModel
 from cache_tiers.identity import Identity
+from cache_tiers.planning import Plan
 from cache_tiers.policy import POLICIES
 from cache_tiers.prefix_cache import CacheConfig, PrefixCache
 
 PAGE_TOKENS = 64
 STEP_TOKENS = 2048
+RESTORE_LATENCY_S = 2e-3
 GIB = 2**30
 
 
@@ -45,83 +48,6 @@ MODELS = {
     "glm-5.3-flash": TracedModel(11_968, 147_642_368, 50e-6, 0.056e-9, 20e-3),
     "qwen3.5-9b": TracedModel(32_768, 51_511_296, 40e-6, 0.33e-9, 5e-3),
 }
-
-
-@dataclass(frozen=True)
-class TracedRequest:
-    """One prompt: `block_ids` name its whole blocks (equal ids: equal block after an equal prefix)."""
-
-    at_s: float
-    request_id: str
-    n_tokens: int
-    block_ids: np.ndarray  # int64
-    block_tokens: int
-    message_end_tokens: int | None
-
-    def tokens(self) -> np.ndarray:
-        """int32 ids [n_tokens] that are equal exactly where the blocks are; the rest after them is zero."""
-        tokens_t = np.zeros(self.n_tokens, np.int32)
-        whole = np.repeat(self.block_ids, self.block_tokens // 2).view(np.int32)[: self.n_tokens]
-        tokens_t[: len(whole)] = whole
-        return tokens_t
-
-
-# ---- reading traces
-
-
-def read_trace(path: Path, every: int = 1, spacing_s: float = 120.0) -> list[TracedRequest]:
-    """The requests of a trace file by time; of `every` = n, one in n sessions (agentic) or prompts
-    (Mooncake).
-    """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        records = [json.loads(line) for line in lines]
-    read = _agentic if "requests" in records[0] else _mooncake
-    return sorted(read(records, every, spacing_s), key=lambda request: request.at_s)
-
-
-def _agentic(records: list[dict[str, Any]], every: int, spacing_s: float) -> Iterator[TracedRequest]:
-    """Sessions that start `spacing_s` apart. Sessions with equal tool_tokens share their first blocks."""
-    for number, session in enumerate(records[::every]):
-        yield from session_requests(session, number, number * spacing_s)
-
-
-def session_requests(session: dict[str, Any], number: int, start_s: float) -> Iterator[TracedRequest]:
-    """All requests of one agentic session and its sub-agents."""
-    block_tokens = session["block_size"]
-    n_shared = session["tool_tokens"] // block_tokens
-    shared_ids = (1 << 50) + (session["tool_tokens"] << 20) + np.arange(n_shared, dtype=np.int64)
-    base = (number + 1) << 28
-
-    def thread(requests: list[dict[str, Any]], name: str, start_s: float) -> Iterator[TracedRequest]:
-        ids = np.zeros(0, np.int64)
-        message_end = None
-        for n, request in enumerate(requests):
-            if "sub" in request:
-                yield from thread(request["requests"], f"{name}.{n}", start_s + request["t"])
-                continue
-            runs = [np.arange(first, first + count, dtype=np.int64) + base for first, count in request["add"]]
-            ids = np.concatenate([ids[: request["keep"]], *runs])
-            prompt_ids = ids.copy()
-            prompt_ids[:n_shared] = shared_ids[: len(ids)]
-            at_s = start_s + request["t"]
-            yield TracedRequest(at_s, f"{name}.{n}", request["in"], prompt_ids, block_tokens, message_end)
-            message_end = request["in"] + request["out"]
-
-    yield from thread(session["requests"], str(number), start_s)
-
-
-def _mooncake(records: list[dict[str, Any]], every: int, spacing_s: float) -> Iterator[TracedRequest]:
-    """Prompts whose second block id is a multiple of `every` (of one-block prompts: whose line number is)."""
-    for number, record in enumerate(records):
-        ids = record["hash_ids"]
-        if (ids[1] if len(ids) > 1 else number) % every == 0:
-            whole = np.array(ids[: record["input_length"] // 512], np.int64)
-            yield TracedRequest(
-                record["timestamp"] / 1e3, str(number), record["input_length"], whole, 512, None
-            )
-
-
-# ---- replaying
 
 
 class SplitArena(PageArena):
@@ -151,21 +77,35 @@ class TraceClock:
         return self.now_s
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of each tier, and whether the device is split: the share for rows."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    row_share: float | None = None
+
+
 def make_cache(
-    model: TracedModel,
-    device_bytes: int,
-    grid_tokens: int,
-    policy: str,
-    row_share: float | None,
-    clock: TraceClock,
+    model: TracedModel, sizes: Sizes, grid_tokens: int, policy: str, clock: TraceClock
 ) -> PrefixCache:
     """The real cache at a public model's sizes."""
     page_bytes = model.bytes_per_token * PAGE_TOKENS
-    n_pages = device_bytes // page_bytes + 1  # with the scratch page
-    config = CacheConfig(grid_tokens, PAGE_TOKENS, page_bytes, model.row_bytes, policy)
-    arena = PageArena(n_pages) if row_share is None else SplitArena(n_pages, row_share)
+    n_pages = sizes.device_bytes // page_bytes + 1  # with the scratch page
+    config = CacheConfig(
+        grid_tokens,
+        PAGE_TOKENS,
+        page_bytes,
+        model.row_bytes,
+        policy,
+        host_bytes=sizes.host_bytes,
+        disk_bytes=sizes.disk_bytes,
+        retry_s=0.0,  # within a request no time passes
+    )
+    arena = PageArena(n_pages) if sizes.row_share is None else SplitArena(n_pages, sizes.row_share)
     costs = CostModel(
-        model.prefill_s_per_token, model.prefill_s_per_pair, model.step_floor_s, STEP_TOKENS, 0.0,
+        model.prefill_s_per_token, model.prefill_s_per_pair, model.step_floor_s, STEP_TOKENS, RESTORE_LATENCY_S,
         {"device": 2e12, "host": 25e9, "disk": 5e9},
     )  # fmt: skip
     return PrefixCache(config, arena, replay_identity(grid_tokens), costs=costs, clock=clock)
@@ -177,22 +117,24 @@ def replay_identity(grid_tokens: int) -> Identity:
     return Identity(**dict.fromkeys(names, ""), page_tokens=PAGE_TOKENS, grid_tokens=grid_tokens).salted(None)
 
 
-def serve(cache: PrefixCache, request: TracedRequest) -> tuple[int, float]:
+def serve(cache: PrefixCache, mover: InstantMover, request: TracedRequest) -> tuple[int, float]:
     """Runs one prompt through the cache as the engine would. Tokens restored, and estimated seconds."""
-    ends = () if request.message_end_tokens is None else (request.message_end_tokens, request.n_tokens)
-    plan = cache.lookup(request.tokens(), request_id=request.request_id, message_ends_tokens=ends)
+    plan = _restored(cache, mover, request)
     restored_tokens, seconds = plan.restored_tokens, plan.chosen.total_est_s
     cache.commit_restore(plan)
     page_ids = list(plan.page_ids)
     rows: list[tuple[int, list[int]]] = []
     for start in range(restored_tokens, request.n_tokens, STEP_TOKENS):
         end = min(start + STEP_TOKENS, request.n_tokens)
-        new_ids = cache.reserve_pages(-(-end // PAGE_TOKENS) - len(page_ids))
+        n_new = -(-end // PAGE_TOKENS) - len(page_ids)
+        _make_room(cache, mover, n_new, ENTRIES)
+        new_ids = cache.reserve_pages(n_new)
         if new_ids is None:
             break  # larger than what is free: computed, not stored any further
         page_ids += new_ids
         for wanted in plan.wanted:
             if start < wanted.end_tokens <= end:
+                _make_room(cache, mover, cache.config.row_pages, ROWS)
                 row_ids = cache.reserve_row()
                 if row_ids is not None:
                     rows.append((wanted.end_tokens, row_ids))
@@ -202,6 +144,30 @@ def serve(cache: PrefixCache, request: TracedRequest) -> tuple[int, float]:
     return restored_tokens, seconds
 
 
+def _restored(cache: PrefixCache, mover: InstantMover, request: TracedRequest) -> Plan:
+    """The request's plan, with all that it restores on the device."""
+    ends = () if request.message_end_tokens is None else (request.message_end_tokens, request.n_tokens)
+    plan = None
+    while plan is None or plan.failed:
+        if plan is not None:
+            cache.abort(plan)
+        plan = cache.lookup(
+            request.tokens(), request_id=request.request_id, message_ends_tokens=ends, after=plan
+        )
+        while plan.sources and not cache.begin_restore(plan) and not plan.failed:
+            if not mover.settle():
+                raise RuntimeError(f"{request.request_id}: no room for its restore, and none will come")
+        if plan.loading:
+            mover.settle()
+    return plan
+
+
+def _make_room(cache: PrefixCache, mover: InstantMover, n_pages: int, use: str) -> None:
+    """Waits for the stores of victims, which take no time here."""
+    while not cache.demoter.make_device_room(n_pages, use) and mover.settle():
+        pass
+
+
 def replay(
     requests: Sequence[TracedRequest], cache: PrefixCache, clock: TraceClock, counted_s: tuple[float, float]
 ) -> dict[str, Any]:
@@ -209,11 +175,12 @@ def replay(
     counters.
     """
     began_s = time.perf_counter()
+    mover = InstantMover(cache)
     restored_tokens = prompt_tokens = 0
     ttft_s = []
     for request in requests:
         clock.now_s = request.at_s
-        n_restored, seconds = serve(cache, request)
+        n_restored, seconds = serve(cache, mover, request)
         if counted_s[0] <= request.at_s <= counted_s[1]:
             restored_tokens += n_restored
             prompt_tokens += request.n_tokens
@@ -232,6 +199,9 @@ def replay(
         "compactions": counters.compactions,
         "refills": counters.refills,
         "pages": cache.arena.pages_by_use(),
+        "moved_gb": {"/".join(key): n / 1e9 for key, n in counters.moved_bytes.items()},
+        "restored_tokens_by_tier": dict(counters.reused_tokens),
+        "resident_bytes": {tier: n for tier, kind, n in cache.tier_bytes() if kind == "resident"},
         "replay_s": time.perf_counter() - began_s,
     }
 
@@ -278,29 +248,26 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--device-bytes", type=parse_bytes, default=64 * GIB)
+    parser.add_argument("--host-bytes", type=parse_bytes, default=0)
+    parser.add_argument("--disk-bytes", type=parse_bytes, default=0)
     parser.add_argument("--policy", choices=POLICIES, default="recency")
     parser.add_argument("--grid-tokens", type=int, default=256)
     parser.add_argument("--every", type=int, default=1, help="one session or prompt in so many")
     parser.add_argument(
         "--spacing-s", type=float, default=120.0, help="between the starts of agentic sessions"
     )
+    parser.add_argument("--branching", action="store_true", help="agentic: only sessions that branch")
     parser.add_argument("--counted-s", type=float, nargs=2, default=None, metavar=("FROM", "TO"))
     parser.add_argument("--row-share", type=float, default=None, help="a fixed split, for comparison")
     parser.add_argument("--bounds", action="store_true", help="also what an infinite cache would reuse")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    requests = read_trace(options.trace, options.every, options.spacing_s)
+    requests = read_trace(options.trace, options.every, options.spacing_s, branching=options.branching)
     span_s = requests[-1].at_s - requests[0].at_s
     counted_s = options.counted_s or (requests[0].at_s + 0.1 * span_s, requests[-1].at_s)
     clock = TraceClock()
-    cache = make_cache(
-        MODELS[options.model],
-        options.device_bytes,
-        options.grid_tokens,
-        options.policy,
-        options.row_share,
-        clock,
-    )
+    sizes = Sizes(options.device_bytes, options.host_bytes, options.disk_bytes, options.row_share)
+    cache = make_cache(MODELS[options.model], sizes, options.grid_tokens, options.policy, clock)
     result = replay(requests, cache, clock, tuple(counted_s))
     if options.bounds:
         result["infinite_percent"] = infinite_percent(requests, options.grid_tokens, tuple(counted_s))

@@ -121,27 +121,25 @@ def find_candidates(
     `tiers`); and none.
     """
     found = [Candidate(0, None, {}, 0.0, costs.prefill_s(0, n_tokens))]
-    bytes_by_tier: dict[str, int] = {}
-    tokens_by_tier: dict[str, int] = {}
+    step_tokens = nodes[0].end_tokens if nodes else 0
+    n_nodes_in = [0] * len(TIERS)
     pages_tier = DEVICE
     for node in nodes:
         if node.end_tokens > limit_tokens or (node.decoded and not reuse_decoded):
             break
-        tier = fastest(node.pages)
+        tier = DEVICE if node.pages[DEVICE] is not None else fastest(node.pages)
         if tier is None or tier not in tiers:
             break
-        step_tokens = node.end_tokens - (node.parent.end_tokens if node.parent else 0)
-        tokens_by_tier[TIERS[tier]] = tokens_by_tier.get(TIERS[tier], 0) + step_tokens
-        if tier != DEVICE:
-            pages_tier = max(pages_tier, tier)
-            bytes_by_tier[TIERS[tier]] = bytes_by_tier.get(TIERS[tier], 0) + node_bytes
+        n_nodes_in[tier] += 1
+        if tier > pages_tier:
+            pages_tier = tier
         checkpoint = node.checkpoint
         if checkpoint is None or (checkpoint.decoded and not reuse_decoded):
             continue
         row_tier = fastest(checkpoint.rows)
         if row_tier is None or row_tier not in tiers:
             continue
-        moved = dict(bytes_by_tier)
+        moved = {TIERS[at]: n * node_bytes for at, n in enumerate(n_nodes_in) if n and at != DEVICE}
         if row_bytes:
             moved[TIERS[row_tier]] = moved.get(TIERS[row_tier], 0) + row_bytes
         elif len(found) > 1 and found[-1].bytes_by_tier == moved:
@@ -154,7 +152,7 @@ def find_candidates(
                 costs.restore_s(moved),
                 costs.prefill_s(node.end_tokens, n_tokens),
                 node.decoded or checkpoint.decoded,
-                dict(tokens_by_tier),
+                {TIERS[at]: n * step_tokens for at, n in enumerate(n_nodes_in) if n},
             )
         )
     return tuple(found)
