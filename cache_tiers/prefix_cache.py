@@ -203,7 +203,6 @@ class PrefixCache:
     def row_restored(self, plan: Plan, copy_s: float) -> None:
         """The copy of the plan's row from its pages into an active row took so long on the device."""
         plan.restore_s = (plan.restore_s or 0.0) + copy_s
-        self.costs.observe_restore(TIERS[DEVICE], self.config.row_bytes, copy_s)
 
     def abort(self, plan: Plan, *, last_step: int = -1) -> None:
         """Gives back what an open plan pinned; a running one needs `finish`. Safe to call twice."""

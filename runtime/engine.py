@@ -60,6 +60,7 @@ class Engine:
         memory_plan: MemoryPlan | None = None,
         settle_replies: bool = True,
         behind: TiersBehind | None = None,
+        remember_rates: Callable[[dict[str, Any]], None] | None = None,
     ):
         self.memory_plan = memory_plan
         self._static = steps.static
@@ -78,6 +79,7 @@ class Engine:
         for handle, record in behind.adopted:
             self._transfers.adopt(handle, record.digest, record.part)
         self._drain_s = behind.drain_s
+        self._remember_rates = remember_rates
         self._settling = Settling(self._scheduler, enabled=settle_replies)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._queue_limit = queue_limit
@@ -86,6 +88,7 @@ class Engine:
         self._totals = Totals()
         self._compiles = CompileCounter()
         self._arrivals = 0
+        self._crowded_s = 0.0  # when more than one sequence was at work last
         self._last_turn_s = time.monotonic()
 
         self._lock = threading.Condition()  # guards the fields below; the engine thread waits on it
@@ -353,6 +356,8 @@ class Engine:
     def _note(self, plan: StepPlan) -> None:
         """What the step will do, for the counters and as evidence."""
         now_s = time.monotonic()
+        if len(self._scheduler.admitted) > 1:
+            self._crowded_s = now_s
         for admission in plan.admissions:
             sequence = admission.sequence
             if sequence.admitted_s is None:
@@ -401,6 +406,11 @@ class Engine:
             self._totals.add("first_tokens_total")
             if sequence.first_plan is not None and sequence.admitted_s is not None:
                 sequence.first_plan.prefill_s = now_s - sequence.admitted_s
+                if self._crowded_s < sequence.admitted_s:
+                    start_tokens = sequence.first_plan.restored_tokens
+                    self._cache.costs.observe_prefill(
+                        start_tokens, sequence.prompt_tokens, now_s - sequence.admitted_s
+                    )
         delta = token_delta(sequence, output, row, now_s)
         _, deliver = self._live[sequence.request_id]
         if delta.finish_reason:
@@ -426,6 +436,8 @@ class Engine:
         self._end_all("the engine was stopped before the request had finished")
         self._save_what_is_worth_keeping()
         self._transfers.stop()
+        if self._remember_rates is not None:
+            self._remember_rates(self._cache.costs.rates())
         self._tell_the_rest()
 
     def _save_what_is_worth_keeping(self) -> None:

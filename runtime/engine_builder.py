@@ -7,6 +7,7 @@ loads the weights and compiles everything. Runs on the caller's thread, before t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from runtime.cache_identity import identity_of
 from runtime.engine import Engine
 from runtime.faults import Faults
 from runtime.memory_plan import DoesNotFit, MemoryNeeds, MemoryPlan, plan_memory
-from runtime.remembered import recall_bytes, remember_bytes
+from runtime.remembered import recall_bytes, recall_rates, remember_bytes, remember_rates
 from runtime.scheduler_config import SchedulerConfig
 from runtime.step_plan import ScheduleMode
 from runtime.steps import (
@@ -205,6 +206,10 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     cache = PrefixCache(
         _cache_config(setup, host_tier_bytes, plan.n_pages, disk), PageArena(plan.n_pages), identity
     )
+    rates = recall_rates(_cache_folder(), identity.digest())
+    if rates is not None:
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version: measure anew
+            cache.costs.start_from(rates)
     return Engine(
         steps,
         scheduler,
@@ -214,6 +219,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         plan,
         settle_replies=options.settle_replies,
         behind=tiers_behind(tiers, cache, disk, Faults(), jax.devices()[0].platform),
+        remember_rates=functools.partial(remember_rates, _cache_folder(), identity.digest()),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,8 +149,30 @@ def test_restore_costs_follow_the_measured_rate() -> None:
     costs = CostModel(restore_latency_s=2e-3)
     for _ in range(50):
         costs.observe_restore("disk", 50_000_000, 1.0)
+        costs.observe_restore("disk", 5_000_000, 0.1)
     assert costs.restore_s({"disk": 100_000_000}) == pytest.approx(2.002, rel=0.01)
     assert costs.restore_s({}) == 0.0
+
+
+def test_slow_small_restores_say_nothing_of_the_rate() -> None:
+    costs = CostModel()
+    for _ in range(50):
+        costs.observe_restore("host", 10_000, 0.005)
+    assert costs.restore_s({"host": 10_000}) == pytest.approx(0.005, rel=0.01)
+    assert costs.restore_s({"host": 500_000_000}) == pytest.approx(0.105, rel=0.01)  # the prior's 5 GB/s
+
+
+def test_what_was_learnt_serves_the_next_start() -> None:
+    costs, later = CostModel(), CostModel()
+    for n in range(20):
+        costs.observe_prefill(0, 100 * n + 100, 0.3 * (n + 1))
+        costs.observe_restore("host", 10**6 * (n + 1), 0.01 * (n + 1))
+    later.start_from(json.loads(json.dumps(costs.rates())))
+    assert later.rates() == costs.rates()
+    for wrong in ({}, {"prefill_s_per_token": -1.0}, costs.rates() | {"bytes_per_s": {"host": 0.0}}):
+        with pytest.raises((KeyError, ValueError)):
+            later.start_from(wrong)
+    assert later.rates() == costs.rates()
 
 
 # ---- salts

@@ -14,6 +14,7 @@ import pytest
 
 from cache_tiers import laws
 from cache_tiers.arena import PageArena
+from cache_tiers.costs import CostModel
 from cache_tiers.prefix_cache import PrefixCache
 from model.state import make_state
 from runtime.engine import Engine
@@ -70,7 +71,8 @@ class Harness:
         cache_config = replace(
             cache.config, **({"host_bytes": 0, "reserve_pages": 0} | (cache_changes or {}))
         )
-        fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity)
+        costs = CostModel(prefill_s_per_token=1.0, learns=False)  # whatever can be restored is
+        fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity, costs=costs)
         old = self.steps
         state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots)
         steps = DeviceSteps(old.static, old.params, state, old.shapes, old._programs)

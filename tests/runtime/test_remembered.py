@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.remembered import recall_bytes, remember_bytes
+from runtime.remembered import recall_bytes, recall_rates, remember_bytes, remember_rates
 
 
 def test_equal_facts_find_the_number(tmp_path: Path) -> None:
@@ -29,3 +29,15 @@ def test_without_a_folder_nothing_is_remembered(tmp_path: Path) -> None:
     remember_bytes(tmp_path / "absent", (1,), 7)
     assert recall_bytes(None, (1,)) is None
     assert recall_bytes(tmp_path / "absent", (1,)) is None
+
+
+def test_rates_are_kept_by_identity(tmp_path):
+    rates = {"prefill_s_per_token": 1e-4, "bytes_per_s": {"host": 1e9}}
+    assert recall_rates(tmp_path, b"one") is None
+    remember_rates(tmp_path, b"one", rates)
+    assert recall_rates(tmp_path, b"one") == rates and recall_rates(tmp_path, b"other") is None
+    for path in tmp_path.iterdir():
+        path.write_text("{")
+    assert recall_rates(tmp_path, b"one") is None
+    remember_rates(None, b"one", rates)
+    remember_rates(tmp_path / "nowhere", b"one", rates)
