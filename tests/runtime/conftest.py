@@ -1,13 +1,14 @@
 """What do the tests of the runtime share? An engine on a tiny hybrid model, and a client of the session's server."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from openai import OpenAI
 
 from runtime.engine_builder import build_engine
-from tests.runtime.engine_harness import Harness, options_for
+from tests.runtime.engine_harness import SHORT, Collector, Harness, ask, options_for, wait_idle
 from tests.runtime.http_client import Client
+from tests.runtime.tiered_engine import Tiered
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,26 @@ def hybrid() -> Iterator[Harness]:
 def openai_client(server: Client) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def uncached(hybrid: Harness) -> Iterator[Callable[..., Collector]]:
+    """What an engine whose cache is off answers."""
+    plain = hybrid.again({"enabled": False})
+    yield lambda prompt, sampling=SHORT: ask(plain, prompt, "off", sampling)
+    wait_idle(plain)
+    plain.stop()
+
+
+@pytest.fixture
+def tiered(hybrid: Harness) -> Iterator[Callable[..., Tiered]]:
+    """Makes engines with tiers; they end, idle and lawful, with the test."""
+    made = []
+
+    def make(**options):
+        made.append(Tiered(hybrid, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()

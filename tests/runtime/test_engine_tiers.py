@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import time
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cache_tiers.disk_files import PAGES, ROW, DiskFolder
 from cache_tiers.index import DISK as DISK_TIER
 from cache_tiers.index import HOST as HOST_TIER
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.engine_builder import build_engine
-from runtime.faults import FaultRule, Faults
-from runtime.tier_options import TierOptions
-from runtime.tiers_building import tiers_behind
+from runtime.faults import FaultRule
 from tests.runtime.engine_harness import (
-    SHORT,
     G,
     Harness,
     ask,
@@ -29,102 +24,10 @@ from tests.runtime.engine_harness import (
     options_for,
     prompt_of,
     same_answer,
-    settled,
-    wait_idle,
 )
+from tests.runtime.tiered_engine import HOST, Tiered
 
 LENGTHS = (G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 7 * G, 7 * G + 1, 14 * G)
-
-
-@pytest.fixture(scope="module")
-def uncached(hybrid):
-    plain = hybrid.again({"enabled": False})
-    yield lambda prompt, sampling=SHORT: ask(plain, prompt, "off", sampling)
-    wait_idle(plain)
-    plain.stop()
-
-
-class Tiered:
-    """An engine with tiers of these sizes, its faults, and words for what tests do with it."""
-
-    def __init__(self, hybrid, host_bytes=0, disk_path=None, disk_bytes=0, **changes):
-        self.faults = Faults()
-        config = hybrid.engine._cache.config
-        payload_bytes = {
-            PAGES: config.node_part_bytes // config.ranks,
-            ROW: config.row_part_bytes // config.ranks,
-        }
-        self.disk = None
-        if disk_path is not None:
-            identity = hybrid.engine._cache.identity.digest()
-            self.disk = DiskFolder.open(disk_path, identity, config.ranks, payload_bytes, config.grid_tokens)
-            changes |= {"disk_bytes": disk_bytes, "disk_overhead_bytes": self.disk.overhead_bytes}
-
-        def behind(cache: PrefixCache):
-            return tiers_behind(TierOptions(drain_s=20.0), cache, self.disk, self.faults, "cpu")
-
-        self.engine = hybrid.again({"host_bytes": host_bytes} | changes, behind=behind)
-        self._poison_restores()
-
-    def _poison_restores(self) -> None:
-        """Fills the pages of every ordered restore with the words of a NaN before their bytes can come."""
-        cache, steps = self.engine._cache, self.engine._dispatcher.steps
-        begin = cache.begin_restore
-
-        def poisoned(plan):
-            known = len(plan.page_ids)
-            begun = begin(plan)
-            if begun:
-                row = (
-                    plan.row_page_ids
-                    if any(job.row for job in cache.outbox.loads if job.plan is plan)
-                    else []
-                )
-                ids = jnp.array([*plan.page_ids[known:], *row], jnp.int32)
-                pages = steps.state.pages_rnw.at[:, ids].set(
-                    jnp.uint32(0x7FC0BEEF).astype(steps.state.pages_rnw.dtype)
-                )
-                steps.state = steps.state.replace(pages_rnw=pages)
-            return begun
-
-        cache.begin_restore = poisoned
-
-    def demote(self, tier="device"):
-        """Moves everything in a tier to the next one."""
-        for _ in range(1000):
-            left = self.engine.call(lambda cache: cache.demote_all(tier)).result(10)
-            self.settle()
-            if not left:
-                return
-        raise AssertionError(f"{left} checkpoints stay on the {tier}")
-
-    def settle(self):
-        settled(self.engine)
-
-    def stop(self):
-        if self.engine.stats().alive:
-            self.settle()
-            self.engine.stop()
-
-    @property
-    def counters(self):
-        return self.engine.cache_counters
-
-
-@pytest.fixture
-def tiered(hybrid, tmp_path):
-    made = []
-
-    def make(**options):
-        made.append(Tiered(hybrid, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.stop()
-
-
-HOST = {"host_bytes": 64 << 20}
 
 
 @pytest.mark.parametrize("n_tokens", LENGTHS)
