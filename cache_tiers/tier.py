@@ -105,6 +105,8 @@ class Tier(ABC):
         checkpoint.rows[self.number] = None
         if place != NO_ROW:
             self._drop(place)
+        for tier in self._tiers[self.number + 1 :]:  # their copies may be the only ones now
+            tier._update(node)
 
     def drop_pages(self, node: Node) -> None:
         """Gives up the node's entries here."""

@@ -334,6 +334,19 @@ def test_a_duplicate_store_is_skipped_and_counted() -> None:
     e.idle()
 
 
+def test_a_copy_that_is_the_only_one_again_is_no_first_victim() -> None:
+    e = engine(80, host_parts=100)
+    once, again = prompt(0, 4 * G + 3), prompt(1, 6 * G + 3)
+    for tokens in (again, once, again):
+        e.run(tokens)
+        demote(e)
+    victim = e.cache.host.policy.choose(e.clock(), lambda node: True)
+    assert victim is not None and victim.end_tokens == 4 * G  # the least recently used one
+    e.run(again)  # back on the device as well: now it would not be missed
+    victim = e.cache.host.policy.choose(e.clock(), lambda node: True)
+    assert victim is not None and victim.end_tokens == 6 * G
+
+
 def test_a_slow_disk_is_not_read_where_computing_is_faster() -> None:
     """B116's arithmetic: at 50 MB/s a deep match on disk costs more than computing it."""
     costs = CostModel(prefill_s_per_token=1e-6, bytes_per_s=RATES | {"disk": 50e6})
