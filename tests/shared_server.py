@@ -16,12 +16,14 @@ ADMIN_KEY = "admin-key"
 
 
 @pytest.fixture(scope="session")
-def server_arguments() -> list[str]:
-    """The command line of a small server: few programs, few pages, a short queue."""
+def server_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line of a small server: few programs, few pages, a short queue, all tiers."""
+    disk = tmp_path_factory.mktemp("disk")
     return [
         *("--model", str(shared_path("tiny_models/qwen3_5")), "--served-model-name", "tiny,org/alias"),
         *("--device-memory", "64MiB", "--max-model-len", str(MODEL_LEN_TOKENS)),
         *("--max-concurrency", "4", "--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "64"),
+        *("--host-cache", "32MiB", "--disk-cache", f"{disk}:64MiB", "--drain-seconds", "0.5"),
         *("--max-waiting", "40", "--max-body", "1MiB"),
         *("--enable-admin", "--admin-key", ADMIN_KEY, "--enable-faults"),
     ]
