@@ -218,7 +218,7 @@ def test_aborts_while_restoring_leak_nothing(tiered, uncached, tmp_path):
     ],
 )
 def test_other_models_and_ranks(model, ranks, tmp_path):
-    """The boundary matrix from host and disk, and one of the ranks failing, late or spoiled."""
+    """The boundary matrix from host and disk, also over ranks (B029), and one of the ranks failing, late or spoiled."""
     options = options_for(model, ranks)
     harness = Harness(build_engine(options), options.model_dir)
     servers = [

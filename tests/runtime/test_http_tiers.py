@@ -89,7 +89,7 @@ def test_a_fault_ordered_over_http_costs_a_hit_and_not_the_answer(server: Client
 
 @pytest.mark.slow
 def test_a_server_killed_at_any_moment_starts_again_and_is_right(tmp_path: Path) -> None:
-    """Ten times, while it stores and evicts; after each every answer is the cold one and the budget holds."""
+    """B058: ten times, while it stores and evicts; after each every answer is the cold one and the budget holds."""
     flags = [
         *(
             "--model",
