@@ -50,7 +50,11 @@ def parse_count_tokens(body: Mapping[str, Any], limits: ProtocolLimits) -> Parse
     chat["stop"] = fields.raw("stop_sequences")
     chat["tools"] = _tools(fields)
     chat["tool_choice"], chat["parallel_tool_calls"] = _tool_choice(fields)
-    effort = Fields(fields.object("output_config") or {}, "output_config").string("effort", 64)
+    output = Fields(fields.object("output_config") or {}, "output_config")
+    form = output.object("format")
+    if form is not None:
+        chat["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+    effort = output.string("effort", 64)
     if effort is not None and "thinking" not in chat:
         chat["reasoning_effort"] = effort
     parsed = parse_chat(chat, limits)

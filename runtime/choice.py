@@ -168,7 +168,7 @@ def _parser_of(
     if not isinstance(request.prompt, ChatPrompt):
         return None
     schemas = request.tools.schemas if request.tools.calls_are_read else None
-    return output_format.parser(schemas, prompt.ends_in_thinking)
+    return output_format.parser(schemas, prompt.thinking == "open")
 
 
 def _earlier_call_ids(request: ServeRequest) -> set[str]:

@@ -22,11 +22,20 @@ from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.api_errors import context_too_long, prompt_takes_too_long, queue_full, unavailable
 from runtime.choice import ChoiceAssembler
+from runtime.constraints import ConstraintCompiler
 from runtime.detokenizer import TokenBytes
 from runtime.metrics import ServerMetrics
 from runtime.openai_protocol import ProtocolLimits
 from runtime.prompts import PromptBuilder
-from runtime.request import EngineStopped, GenerationRequest, PromptTooLong, QueueFull, TokenDelta, Usage
+from runtime.request import (
+    EngineStopped,
+    GenerationRequest,
+    PromptTooLong,
+    QueueFull,
+    TokenConstraint,
+    TokenDelta,
+    Usage,
+)
 from runtime.serve_request import (
     Answer,
     ChatPrompt,
@@ -36,6 +45,7 @@ from runtime.serve_request import (
     TextPrompts,
     total_usage,
 )
+from runtime.structure import Structure, schema_too_complex
 from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 
 if TYPE_CHECKING:
@@ -122,7 +132,12 @@ class Generation:
         return total_usage([assembler.usage for assembler in self._assemblers], self.answer.request.n)
 
     def submit(
-        self, engine: TokenEngine, bridge: DeltaBridge, builder: PromptBuilder, metrics: ServerMetrics
+        self,
+        engine: TokenEngine,
+        bridge: DeltaBridge,
+        builder: PromptBuilder,
+        metrics: ServerMetrics,
+        constraints: Sequence[TokenConstraint | None],
     ) -> None:
         """Submits every choice; where one is refused, the earlier ones are cancelled and the error is
         raised.
@@ -142,6 +157,7 @@ class Generation:
                 ),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                constraint=constraints[index],
                 message_ends_tokens=prompt.message_end_tokens,
                 wants_receipt=request.cache_receipt,
                 wants_logits_digest=request.logits_digests,
@@ -216,8 +232,10 @@ class Generator:
         metrics: ServerMetrics,
         *,
         max_preparing: int,
+        compiler: ConstraintCompiler | None = None,
     ):
         self._engine = engine
+        self._compiler = compiler
         self._builder = builder
         self._workers = workers
         self._metrics = metrics
@@ -229,9 +247,10 @@ class Generator:
         """Renders, tokenises, checks lengths, submits. Raises ApiError before anything has been written."""
         prompts = await self.render(request.prompt, request.prompt_field)
         self._check_lengths(request, prompts)
+        constraints = await self._constraints(request, prompts)
         generation = Generation(Answer(request, response_id, int(time.time()), prompts))
         try:
-            generation.submit(self._engine, self._bridge, self._builder, self._metrics)
+            generation.submit(self._engine, self._bridge, self._builder, self._metrics, constraints)
         except QueueFull:
             self._metrics.refused("queue_full")
             raise queue_full() from None
@@ -255,6 +274,39 @@ class Generator:
             raise prompt_takes_too_long(field) from None
         finally:
             self._n_preparing -= 1
+
+    async def _constraints(
+        self, request: ServeRequest, prompts: tuple[RenderedPrompt, ...]
+    ) -> list[TokenConstraint | None]:
+        """One for each choice; compiled on a worker. Raises ApiError."""
+        n_choices = len(prompts) * request.n
+        structure = request.structure
+        output_format = self._builder.output_format
+        if request.tools.must_call:
+            tools = {name: request.tools.schemas[name] for name in request.tools.must_call}
+            grammar = output_format.call_grammar(tools, once=not request.tools.is_parallel)
+            structure = Structure("calls", grammar, "tool_choice")
+        compiler = self._compiler
+        if structure is None or compiler is None:
+            return [None] * n_choices
+
+        def work() -> list[TokenConstraint | None]:
+            return [
+                compiler.constraint(
+                    structure,
+                    in_thinking=prompt.thinking == "open",
+                    may_think=prompt.thinking == "unsaid"
+                    and request.is_chat
+                    and output_format.reads_thinking,
+                )
+                for prompt in prompts
+                for _ in range(request.n)
+            ]
+
+        try:
+            return await self._workers.run(work)
+        except TimeLimitExceeded:
+            raise schema_too_complex(structure.param) from None
 
     def _check_lengths(self, request: ServeRequest, prompts: tuple[RenderedPrompt, ...]) -> None:
         limit = self._engine.max_model_tokens

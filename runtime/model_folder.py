@@ -25,6 +25,7 @@ from runtime.tokenizing import PromptTokenizer, load_tokenizer
 class ModelFolder:
     path: Path
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     tokenizer: PromptTokenizer
     template: ChatTemplate | None
     output_format: OutputFormat
@@ -45,7 +46,7 @@ def read_model_folder(options: ServerOptions) -> ModelFolder:
     """Raises HubError, OSError or ValueError with what to do about it."""
     path = find_model(options)
     try:
-        vocab_size = load_config(path).vocab_size
+        config = load_config(path)
         tokenizer = load_tokenizer(path)
         source, special_tokens = load_chat_template(path, options.chat_template)
         template = None if source is None else ChatTemplate(source, special_tokens, time.localtime())
@@ -62,7 +63,7 @@ def read_model_folder(options: ServerOptions) -> ModelFolder:
         raise ValueError(
             f"the files of {options.model} are damaged ({type(error).__name__}: {error})"
         ) from error
-    return ModelFolder(path, vocab_size, tokenizer, template, form, defaults)
+    return ModelFolder(path, config.vocab_size, config.eos_token_ids, tokenizer, template, form, defaults)
 
 
 def _json_of(path: Path) -> Any:

@@ -16,6 +16,7 @@ from runtime.json_body import Fields, check_token_ids
 from runtime.messages import Conversation, read_conversation
 from runtime.request import SamplingParams
 from runtime.serve_request import ChatPrompt, ServeRequest, TextPrompts
+from runtime.structure import read_structure
 from runtime.tools import read_tools
 
 MAX_CHOICES = 16
@@ -29,7 +30,7 @@ _MAX_TEMPLATE_LIST_ITEMS = 64
 
 # A request with one of these wants its output constrained; ignoring it would hand out a wrong answer.
 _CONSTRAINING = frozenset(
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar regex ebnf"
+    "guided_json guided_regex guided_choice guided_grammar grammar"
     " json_schema functions function_call prompt_logprobs suffix use_beam_search logits_processors bad_words"
     " allowed_token_ids truncate_prompt_tokens audio modalities prediction".split()
 )
@@ -64,8 +65,8 @@ class ParsedRequest:
 @dataclass(frozen=True)
 class ProtocolLimits:
     """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults).
-    `can_call_tools`: whether the form of its tool calls is known. `keep_volatile_lines`: system lines that change
-    with each request stay in (--keep-volatile-lines)."""
+    `can_call_tools`: whether the form of its tool calls is known, `can_constrain`: whether answers can be held to a
+    form. `keep_volatile_lines`: system lines that change with each request stay in (--keep-volatile-lines)."""
 
     vocab_size: int
     max_model_tokens: int
@@ -73,6 +74,7 @@ class ProtocolLimits:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     logits_digests: bool = False
     can_call_tools: bool = False
+    can_constrain: bool = False
     reasoning_fields: tuple[str, ...] = ServeRequest.reasoning_fields
     keep_volatile_lines: bool = False
 
@@ -99,7 +101,7 @@ def parse_chat(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedRequest
     """A /v1/chat/completions body. Raises ApiError 400 with the path of the field that is wrong."""
     fields = Fields(body)
     _refuse_constraints(fields)
-    tools = read_tools(fields, can_call=limits.can_call_tools)
+    tools = read_tools(fields, can_call=limits.can_call_tools, can_force=limits.can_constrain)
     if fields.string("chat_template") is not None:
         raise invalid_value("chat_template", "a request cannot bring its own template")
     conversation = read_conversation(fields)
@@ -118,8 +120,11 @@ def parse_chat(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedRequest
     logprobs = (top or 0) if wants_logprobs else None
     if fields.boolean("echo"):
         raise unsupported("echo")
+    request = _request(fields, limits, prompt, logprobs)
+    if request.structure is not None and tools.must_call:
+        raise invalid_value(request.structure.param, "excludes a tool_choice that forces calls")
     request = dataclasses.replace(
-        _request(fields, limits, prompt, logprobs),
+        request,
         tools=tools,
         include_reasoning=fields.boolean("include_reasoning", True),
         reasoning_fields=limits.reasoning_fields,
@@ -156,6 +161,9 @@ def _request(
     if n_choices > limits.max_choices:
         raise invalid_value("n", f"{n_choices} choices in one request are more than {limits.max_choices}")
     fields.string("request_id")
+    structure = read_structure(fields)
+    if structure is not None and not limits.can_constrain:
+        raise unsupported(structure.param)
     return ServeRequest(
         model=fields.string("model") or "",
         prompt=prompt,
@@ -173,6 +181,7 @@ def _request(
         cache_salt=_cache_salt(fields),
         cache_receipt=fields.boolean("cache_receipt"),
         logits_digests=_logits_digests(fields, limits),
+        structure=structure,
     )
 
 
@@ -300,9 +309,6 @@ def _refuse_constraints(fields: Fields) -> None:
     for name in sorted(_CONSTRAINING & fields.values.keys()):
         if fields.raw(name) not in (None, False, [], {}):
             raise unsupported(name)
-    response_format = fields.object("response_format")
-    if response_format is not None and response_format.get("type") != "text":
-        raise unsupported("response_format")
 
 
 def _continues(fields: Fields, conversation: Conversation) -> bool:

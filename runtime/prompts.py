@@ -12,7 +12,7 @@ from typing import Any
 from runtime.api_errors import invalid_value, template_error
 from runtime.chat_template import ChatTemplate, RenderedText
 from runtime.parsers.registry import PLAIN, OutputFormat
-from runtime.serve_request import ChatPrompt, RenderedPrompt, TextPrompts
+from runtime.serve_request import ChatPrompt, PromptThinking, RenderedPrompt, TextPrompts
 from runtime.tokenizing import ControlGuard, PromptTokenizer
 
 # Templates look for these in an assistant's earlier answers to cut its thinking out.
@@ -85,15 +85,15 @@ class PromptBuilder:
             token_ids,
             tuple(ends),
             guard.unmarked(rendered.text),
-            self._ends_in_thinking(token_ids, ends, continue_final_message),
+            self._thinking(token_ids, ends, continue_final_message),
         )
 
-    def _ends_in_thinking(self, token_ids: tuple[int, ...], ends: list[int], continues: bool) -> bool:
+    def _thinking(self, token_ids: tuple[int, ...], ends: list[int], continues: bool) -> PromptThinking:
         """By the text behind the last message that is whole: what came before is not the model's present turn."""
         known = ends[:-1] if continues else ends
         start = known[-1] if known else max(0, len(token_ids) - _OPENING_TOKENS)
         raw = b"".join(map(self.tokenizer.token_bytes.raw, token_ids[start:]))
-        return self.output_format.starts_thinking(raw.decode(errors="replace"))
+        return self.output_format.prompt_thinking(raw.decode(errors="replace"))
 
     def _plain(self, prompt: str | tuple[int, ...], add_special_tokens: bool) -> RenderedPrompt:
         if isinstance(prompt, tuple):

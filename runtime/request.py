@@ -6,9 +6,11 @@ they are made; nothing here knows about devices, pages or the network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -62,9 +64,17 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class TokenConstraint(Protocol):
+    """Which tokens may follow the outputs so far; follows one answer, on one thread at a time."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray | None:
+        """bool [V], or None for all; the outputs are those of the last call and more."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt, one answer. A lower `priority` is served first; equal ones in order of arrival."""
+    """One prompt, one answer. A lower `priority` is served first; equal ones in order of arrival. `constraint` is
+    this request's own."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -73,6 +83,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     message_ends_tokens: tuple[int, ...] = ()
     """Where the prompt's messages end, ascending, the newest message's end last."""
+    constraint: TokenConstraint | None = None
     wants_receipt: bool = False
     wants_logits_digest: bool = False
     """Needs an engine built with `return_logits`: a test switch, so that exactness can be checked from outside."""

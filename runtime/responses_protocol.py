@@ -49,8 +49,9 @@ def parse_responses(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedRe
     chat["tool_choice"] = _tool_choice(fields, dropped)
     text = Fields(fields.object("text") or {}, "text")
     text_format = text.object("format")
-    if text_format is not None and text_format.get("type") != "text":
-        raise unsupported("text.format")
+    if text_format is not None:
+        described = {"json_schema": {"schema": text_format.get("schema")}}
+        chat["response_format"] = {"type": text_format.get("type"), **described}
     parsed = parse_chat(chat, limits)
     request = dataclasses.replace(parsed.request, repeated=_repeated(fields, instructions))
     unread = (*fields.unread(), *(f"tools of type {kind}" for kind in sorted(dropped)))
@@ -66,7 +67,7 @@ def _repeated(fields: Fields, instructions: str | None) -> dict[str, Any]:
         "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "temperature": fields.raw("temperature"),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (fields.object("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": fields.raw("tool_choice") or "auto",
         "tools": fields.raw("tools") or [],
         "top_p": fields.raw("top_p"),

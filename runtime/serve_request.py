@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from runtime.parsers.events import CallArguments, CallEnd, CallStart, Content, Reasoning
 from runtime.request import RequestTimes, SamplingParams, TokenLogprob, Usage
+from runtime.structure import Structure
 from runtime.tools import ToolUse
 
 # What an answer is made of, in order; every CallStart has an id.
+PromptThinking = Literal["open", "closed", "unsaid"]
 Part = Reasoning | Content | CallStart | CallArguments | CallEnd
 
 
@@ -63,6 +65,7 @@ class ServeRequest:
     cache_receipt: bool = False
     logits_digests: bool = False
     tools: ToolUse = field(default_factory=ToolUse)
+    structure: Structure | None = None
     include_reasoning: bool = True
     reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     call_id_prefix: str = "call_"
@@ -81,13 +84,14 @@ class ServeRequest:
 @dataclass(frozen=True)
 class RenderedPrompt:
     """Token ids of one prompt; `message_end_tokens[i]` counts the tokens up to the end of message i. `text`
-    is None where the client sent token ids. `ends_in_thinking`: whether the model goes on inside its thinking.
+    is None where the client sent token ids. `thinking`: whether its end has begun the model's thinking, has closed
+    it, or says nothing of it.
     """
 
     token_ids: tuple[int, ...]
     message_end_tokens: tuple[int, ...] = ()
     text: str | None = None
-    ends_in_thinking: bool = False
+    thinking: PromptThinking = "unsaid"
 
 
 @dataclass(frozen=True)

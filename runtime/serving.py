@@ -26,6 +26,7 @@ from aiohttp import web
 
 from cache_tiers.counters import CacheCounters
 from model.hub import HubError
+from runtime.constraints import ConstraintCompiler
 from runtime.generation import Backend, Generator
 from runtime.http_guard import Guard, guard_rules
 from runtime.http_server import HttpServer, ServerState
@@ -69,6 +70,7 @@ class _Loaded:
     engine: Engine
     builder: PromptBuilder
     limits: ProtocolLimits
+    compiler: ConstraintCompiler | None
 
 
 def run(options: ServerOptions, version: str) -> int:
@@ -140,7 +142,12 @@ class _Serving:
             if loaded is None:
                 return 130
             generator = Generator(
-                loaded.engine, loaded.builder, workers, metrics, max_preparing=options.max_waiting
+                loaded.engine,
+                loaded.builder,
+                workers,
+                metrics,
+                max_preparing=options.max_waiting,
+                compiler=loaded.compiler,
             )
             state.backend = Backend(
                 loaded.engine, generator, loaded.limits, loaded.builder.tokenizer.token_bytes
@@ -241,11 +248,15 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
         logits_digests=options.enable_faults,
         defaults=folder.defaults,
         can_call_tools=folder.output_format.tool_parser is not None,
+        can_constrain=False,
         reasoning_fields=options.reasoning_fields,
         keep_volatile_lines=options.keep_volatile_lines,
     )
     builder = PromptBuilder(folder.tokenizer, folder.template, max_model_tokens, folder.output_format)
-    return _Loaded(engine, builder, limits)
+    compiler = None
+    if folder.eos_token_ids:
+        compiler = ConstraintCompiler(folder.tokenizer, folder.vocab_size, folder.eos_token_ids)
+    return _Loaded(engine, builder, limits, compiler)
 
 
 def _build_engine(options: ServerOptions, model_dir: Path, progress: _ProgressLines) -> Engine:

@@ -22,25 +22,31 @@ _TYPES = frozenset("string number integer boolean object array null".split())
 @dataclass(frozen=True)
 class ToolUse:
     """`definitions` go to the chat template; `schemas` maps each name to its parameters' schema. `calls_are_read`:
-    whether the answer is searched for calls (tool_choice none shows them as text)."""
+    whether the answer is searched for calls (tool_choice none shows them as text). `must_call`: the names of which
+    the answer must call one, empty where it need not call."""
 
     definitions: tuple[dict[str, Any], ...] = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     calls_are_read: bool = False
     is_parallel: bool = True
+    must_call: tuple[str, ...] = ()
 
 
-def read_tools(fields: Fields, *, can_call: bool) -> ToolUse:
-    """Reads the tool fields; `tools: []` equals absent. `can_call`: whether the model's calls can be read at all.
+def read_tools(fields: Fields, *, can_call: bool, can_force: bool) -> ToolUse:
+    """Reads the tool fields; `tools: []` equals absent. `can_call`: whether the model's calls can be read at all,
+    `can_force`: whether answers can be held to a form.
 
     Raises ApiError 400 with the path of what is wrong.
     """
     choice = fields.raw("tool_choice")
-    if choice not in (None, "none", "auto"):
+    is_forced = choice not in (None, "none", "auto")
+    if is_forced and not can_force:
         raise unsupported("tool_choice")
     is_parallel = fields.boolean("parallel_tool_calls", True)
     items = fields.array("tools", MAX_TOOLS)
     if not items:
+        if is_forced:
+            raise invalid_value("tool_choice", "there are no tools to call")
         return ToolUse()
     if not can_call:
         if choice != "none":
@@ -63,7 +69,23 @@ def read_tools(fields: Fields, *, can_call: bool) -> ToolUse:
             raise invalid_value(f"{path}.function.name", f"there is another tool named {name!r}")
         schemas[name] = schema
         definitions.append({"type": "function", "function": function})
-    return ToolUse(tuple(definitions), schemas, choice != "none", is_parallel)
+    must_call = _must_call(choice, schemas) if is_forced else ()
+    # A named tool is called once.
+    is_parallel = is_parallel and not (is_forced and type(choice) is dict)
+    return ToolUse(tuple(definitions), schemas, choice != "none", is_parallel, must_call)
+
+
+def _must_call(choice: Any, schemas: Mapping[str, Any]) -> tuple[str, ...]:
+    if choice == "required":
+        return tuple(schemas)
+    if type(choice) is not dict or choice.get("type") != "function":
+        raise invalid_value("tool_choice", "must be none, auto, required or a function to call")
+    name = Fields(Fields(choice, "tool_choice").object("function") or {}, "tool_choice.function").string(
+        "name"
+    )
+    if name is None or name not in schemas:
+        raise invalid_value("tool_choice.function.name", "is none of the tools")
+    return (name,)
 
 
 def _read_function(function: Fields) -> tuple[str, Mapping[str, Any]]:

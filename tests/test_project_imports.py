@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtime": (
         JAX
         | {"numpy", "aiohttp", "tokenizers", "jinja2", "msgspec", "prometheus_client", "huggingface_hub"}
-        | {"tqdm", "ml_dtypes", "xxhash"},
+        | {"tqdm", "ml_dtypes", "llguidance", "xxhash"},
         {"model", "cache_tiers"},
     ),
     "qualify": ({"aiohttp", "numpy", "matplotlib"}, set()),

@@ -7,8 +7,12 @@ it is a string or JSON; the body may also be one JSON object. Source: the encode
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import ClassVar
 
+from runtime.parsers.call_grammar import GrammarWriter, Term, tagged_values
 from runtime.parsers.events import Malformed
+from runtime.parsers.json_text import quoted
+from runtime.parsers.output_parser import Tools
 from runtime.parsers.scanner import Wants
 from runtime.parsers.tagged import TaggedParser
 
@@ -20,12 +24,29 @@ Tag = tuple[str, dict[str, str]]
 
 
 class DsmlParser(TaggedParser):
-    """DeepSeek V3.2, V4 and V4.1."""
+    """DeepSeek V3.2."""
 
     TOKENS = (_TOKEN,)
     OPENERS = (_TAG, _END_TAG)
 
+    # What the family's models are to write; all are read.
+    WRAPPER: ClassVar[str] = "function_calls"
+
     _is_wrapped = False
+
+    @classmethod
+    def write_calls(cls, writer: GrammarWriter, tools: Tools, *, once: bool) -> Term:
+        opening = f'{_TAG}parameter name="KEY" string="KIND">'
+        bodies = [
+            writer.join(
+                f"{_TAG}invoke name={quoted(name)}>\n",
+                tagged_values(writer, schema, opening, f"{_END_TAG}parameter>\n"),
+                f"{_END_TAG}invoke>\n",
+            )
+            for name, schema in tools.items()
+        ]
+        calls = writer.repeated(writer.any_of(bodies), "", once=once)
+        return writer.join(f"{_TAG}{cls.WRAPPER}>\n", calls, f"{_END_TAG}{cls.WRAPPER}>")
 
     def _peek_name(self, opener: str) -> Generator[None, str | None, str | None]:
         tag, _ = self._tags()
@@ -157,6 +178,12 @@ class DsmlParser(TaggedParser):
 
     def _end_object(self) -> None:
         super(TaggedParser, self)._end()
+
+
+class DeepSeekV4Parser(DsmlParser):
+    """DeepSeek V4 and V4.1."""
+
+    WRAPPER = "tool_calls"
 
 
 def _parse_tag(text: str) -> Tag:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from runtime.parsers.call_grammar import GrammarWriter, Term, tagged_values
 from runtime.parsers.events import Malformed
+from runtime.parsers.output_parser import Tools
 from runtime.parsers.scanner import Wants
 from runtime.parsers.tagged import TaggedParser
 
@@ -23,6 +25,18 @@ class GlmParser(TaggedParser):
     TOKENS = (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END)
     OPENERS = (_OPEN,)
     STRAYS = (_CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END)
+
+    @classmethod
+    def write_calls(cls, writer: GrammarWriter, tools: Tools, *, once: bool) -> Term:
+        bodies = [
+            writer.join(
+                f"{_OPEN}{name}",
+                tagged_values(writer, schema, f"{_KEY}KEY{_KEY_END}{_VALUE}", _VALUE_END),
+                _CLOSE,
+            )
+            for name, schema in tools.items()
+        ]
+        return writer.repeated(writer.any_of(bodies), "", once=once)
 
     def _peek_name(self, opener: str) -> Generator[None, str | None, str | None]:
         yield from self._skip_space()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from runtime.parsers.call_grammar import GrammarWriter, Term, argument_schema
 from runtime.parsers.events import Malformed
-from runtime.parsers.json_text import parsed
-from runtime.parsers.output_parser import OutputParser
+from runtime.parsers.json_text import parsed, quoted
+from runtime.parsers.output_parser import OutputParser, Tools
 from runtime.parsers.scanner import Wants
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -22,6 +23,15 @@ class HermesParser(OutputParser):
     TOKENS = (_OPEN, _CLOSE)
     OPENERS = (_OPEN,)
     STRAYS = (_CLOSE,)
+
+    @classmethod
+    def write_calls(cls, writer: GrammarWriter, tools: Tools, *, once: bool) -> Term:
+        bodies = [
+            writer.join(f'{{"name": {quoted(name)}, "arguments": ', writer.json(argument_schema(schema)))
+            for name, schema in tools.items()
+        ]
+        call = writer.rule(writer.join(f"{_OPEN}\n", writer.any_of(bodies), f"}}\n{_CLOSE}"))
+        return writer.repeated(call, "\n", once=once)
 
     def _peek_name(self, opener: str) -> Generator[None, str | None, str | None]:
         for expected in ("{", '"name"', ":"):

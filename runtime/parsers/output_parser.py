@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from runtime.parsers.call_grammar import GrammarWriter, Term
 from runtime.parsers.events import CallEnd, CallStart, Malformed
 from runtime.parsers.json_text import JsonTracker, parsed
 from runtime.parsers.scanner import SPACE, Scanner, Wants, earliest, held_chars
@@ -77,6 +78,11 @@ class OutputParser(Scanner):
         self._emit(Malformed("stray_marker"))
         self._drop()
         yield from ()
+
+    @classmethod
+    def write_calls(cls, writer: GrammarWriter, tools: Tools, *, once: bool) -> Term:
+        """The body of a grammar of calls to these tools, at least one of them, or `once`."""
+        raise NotImplementedError
 
     # Around the calls
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from runtime.parsers.call_grammar import GrammarWriter, Term, tagged_values
 from runtime.parsers.events import Malformed
+from runtime.parsers.output_parser import Tools
 from runtime.parsers.scanner import Wants
 from runtime.parsers.tagged import TaggedParser
 
@@ -24,6 +26,18 @@ class QwenCoderParser(TaggedParser):
     OPENERS = (_OPEN,)
     BARE_OPENERS = (_FUNCTION,)
     STRAYS = (_CLOSE,)
+
+    @classmethod
+    def write_calls(cls, writer: GrammarWriter, tools: Tools, *, once: bool) -> Term:
+        bodies = [
+            writer.join(
+                f"{_OPEN}\n{_FUNCTION}{name}>\n",
+                tagged_values(writer, schema, f"{_PARAMETER}KEY>\n", f"\n{_PARAMETER_END}\n"),
+                f"{_FUNCTION_END}\n{_CLOSE}",
+            )
+            for name, schema in tools.items()
+        ]
+        return writer.repeated(writer.any_of(bodies), "\n", once=once)
 
     def _peek_name(self, opener: str) -> Generator[None, str | None, str | None]:
         if opener != _FUNCTION:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from runtime.parsers.dsml import DsmlParser
+from runtime.parsers.call_grammar import GrammarWriter
+from runtime.parsers.dsml import DeepSeekV4Parser, DsmlParser
 from runtime.parsers.glm import GlmParser
 from runtime.parsers.hermes import HermesParser
 from runtime.parsers.output_parser import THINK_END, THINK_START, OutputParser, Tools
@@ -23,7 +25,7 @@ TOOL_PARSERS: dict[str, type[OutputParser]] = {
     "kimi_k2": KimiParser,
     "deepseek_v3_1": DeepSeekV31Parser,
     "deepseek_v3_2": DsmlParser,
-    "deepseek_v4": DsmlParser,
+    "deepseek_v4": DeepSeekV4Parser,
 }
 REASONING_PARSERS = ("think",)
 AUTO, OFF = "auto", "off"
@@ -55,9 +57,18 @@ class OutputFormat:
             return OutputParser(self.spelling, thinking=thinking) if self.reads_thinking else None
         return self.tool_parser(self.spelling, tools, thinks=self.reads_thinking, thinking=thinking)
 
-    def starts_thinking(self, prompt_end: str) -> bool:
-        """Whether the prompt, of which this is the end, leaves the model inside its thinking."""
-        return self.reads_thinking and prompt_end.rfind(THINK_START) > prompt_end.rfind(THINK_END)
+    def call_grammar(self, tools: Tools, *, once: bool) -> str:
+        """Lark of an answer that is nothing but calls to these tools."""
+        assert self.tool_parser is not None
+        writer = GrammarWriter(self.spelling)
+        return writer.finished(self.tool_parser.write_calls(writer, tools, once=once))
+
+    def prompt_thinking(self, prompt_end: str) -> Literal["open", "closed", "unsaid"]:
+        """Whether the prompt, of which this is the end, leaves the model inside its thinking, or behind it."""
+        start, end = prompt_end.rfind(THINK_START), prompt_end.rfind(THINK_END)
+        if not self.reads_thinking or start == end:
+            return "unsaid"
+        return "open" if start > end else "closed"
 
 
 # Nothing to tell apart.

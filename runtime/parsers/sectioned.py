@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import ClassVar
 
+from runtime.parsers.call_grammar import GrammarWriter, Term, argument_schema
 from runtime.parsers.events import Malformed
-from runtime.parsers.output_parser import OutputParser
+from runtime.parsers.output_parser import OutputParser, Tools
 from runtime.parsers.scanner import Wants
 
 
@@ -21,6 +22,25 @@ class SectionedParser(OutputParser):
     CALL: ClassVar[str]
     ARGUMENTS: ClassVar[str]
     CALL_END: ClassVar[str]
+
+    @classmethod
+    def write_calls(cls, writer: GrammarWriter, tools: Tools, *, once: bool) -> Term:
+        bodies = [
+            writer.join(
+                cls.CALL,
+                cls._write_name(writer, name),
+                cls.ARGUMENTS,
+                writer.json(argument_schema(schema)),
+                cls.CALL_END,
+            )
+            for name, schema in tools.items()
+        ]
+        calls = writer.repeated(writer.any_of(bodies), "", once=once)
+        return writer.join(cls.SECTIONS[0], calls, cls.ENDS[0])
+
+    @classmethod
+    def _write_name(cls, writer: GrammarWriter, name: str) -> Term:
+        return writer.join(name)
 
     def _name_and_id(self, text: str) -> tuple[str, str | None]:
         """The tool's name, empty where there is none, and the call's own id."""
@@ -80,6 +100,10 @@ class KimiParser(SectionedParser):
     TOKENS = (*SECTIONS, *ENDS, CALL, ARGUMENTS, CALL_END)
     OPENERS = (*SECTIONS, CALL)
     STRAYS = (*ENDS, ARGUMENTS, CALL_END)
+
+    @classmethod
+    def _write_name(cls, writer: GrammarWriter, name: str) -> Term:
+        return writer.join(f"functions.{name}:", writer.rule("/[0-9]{1,4}/"))
 
     def _name_and_id(self, text: str) -> tuple[str, str | None]:
         name, colon, count = text.strip().rpartition(":")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from runtime.constraints import ConstraintCompiler
 from runtime.engine import Engine
 from runtime.generation import Backend, Generator, TokenEngine
 from runtime.http_guard import Guard, guard_rules
@@ -34,6 +35,7 @@ def running(
     model: tuple[Engine, Path] | None = None,
     served: tuple[TokenEngine, PromptBuilder, ProtocolLimits] | None = None,
     ping_interval_s: float = 10.0,
+    compiler: ConstraintCompiler | None = None,
 ) -> Iterator[Client]:
     """The application with these rules; `host` is what the rules believe it listens on. `model` is a started
     engine and its folder, or `served` what is made of them."""
@@ -66,7 +68,7 @@ def running(
     async def start() -> int:
         if served is not None:
             engine, builder, limits = served
-            generator = Generator(engine, builder, workers, metrics, max_preparing=8)
+            generator = Generator(engine, builder, workers, metrics, max_preparing=8, compiler=compiler)
             state.backend = Backend(engine, generator, limits, builder.tokenizer.token_bytes)
             state.phase = "ready"
         await runner.setup()

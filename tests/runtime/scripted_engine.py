@@ -13,9 +13,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.chat_template import ChatTemplate
+from runtime.constraints import ConstraintCompiler
 from runtime.engine_stats import EngineStats
 from runtime.openai_protocol import ProtocolLimits
 from runtime.parsers.registry import output_format
@@ -48,7 +51,7 @@ TEMPLATE = """
 """
 
 
-def tokenizer() -> PromptTokenizer:
+def tokenizer(markers: Sequence[str] = ALL_MARKERS) -> PromptTokenizer:
     """A token for each byte, then the special tokens and the markers."""
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in alphabet]
@@ -60,7 +63,7 @@ def tokenizer() -> PromptTokenizer:
             "special": text in _SPECIAL,
             **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
         }
-        for i, text in enumerate((*_SPECIAL, *ALL_MARKERS))
+        for i, text in enumerate((*_SPECIAL, *markers))
     ]
     description = {
         "version": "1.0",
@@ -103,7 +106,7 @@ class ScriptedEngine:
     def _replay(self, request: GenerationRequest, text: str, deliver: Callable[[TokenDelta], None]) -> None:
         time.sleep(self.silence_s)
         limit = request.sampling.max_tokens
-        ids = [*self._tokens.encode(text, False), self._eos_id][:limit]
+        ids = self._constrained([*self._tokens.encode(text, False), self._eos_id], request)[:limit]
         usage = Usage(len(request.prompt_token_ids), len(ids), self.cached_tokens)
         times = RequestTimes(0.0, 0.0, 0.0, 0.0)
         for start in range(0, len(ids), self.chunk_tokens):
@@ -125,6 +128,19 @@ class ScriptedEngine:
                     times=times if is_last else None,
                 )
             )
+
+    def _constrained(self, ids: list[int], request: GenerationRequest) -> list[int]:
+        """What comes of the script where the request has a constraint: the last allowed token in the place of a
+        forbidden one, and nothing behind the end."""
+        if request.constraint is None:
+            return ids
+        chosen: list[int] = []
+        while not chosen or (chosen[-1] != self._eos_id and len(chosen) < request.sampling.max_tokens):
+            allowed = request.constraint.allowed(chosen)
+            wanted = ids[len(chosen)] if len(chosen) < len(ids) else self._eos_id
+            is_free = allowed is None or bool(allowed[wanted])
+            chosen.append(wanted if allowed is None or is_free else int(np.flatnonzero(allowed)[-1]))
+        return chosen
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -152,6 +168,9 @@ def scripted_server(
     form = output_format(tool_parser, "auto", TEMPLATE, "", tokens.token_bytes.added_ids)
     template = ChatTemplate(TEMPLATE, {}, time.gmtime(0))
     builder = PromptBuilder(tokens, template, max_model_tokens, form)
-    limits = ProtocolLimits(512, max_model_tokens, 16, can_call_tools=form.tool_parser is not None)
-    with running(served=(engine, builder, limits), **rules) as client:
+    limits = ProtocolLimits(
+        512, max_model_tokens, 16, can_call_tools=form.tool_parser is not None, can_constrain=True
+    )
+    compiler = ConstraintCompiler(tokens, 512, tokens.encode("<|im_end|>", False))
+    with running(served=(engine, builder, limits), compiler=compiler, **rules) as client:
         yield client, engine

@@ -308,7 +308,7 @@ def test_the_template_tells_the_family(template: str | None, model_type: str, na
 
 def test_where_a_prompt_ends_in_thinking() -> None:
     form = output_format("off", "auto", None, "", {marker: i for i, marker in enumerate(ALL_MARKERS)})
-    assert form.starts_thinking("assistant\n<think>\n")
-    assert not form.starts_thinking("assistant\n<think>\n\n</think>\n\n")
-    assert not form.starts_thinking("assistant\n")
-    assert not output_format("off", "off", None, "", {"</think>": 1}).starts_thinking("<think>")
+    assert form.prompt_thinking("assistant\n<think>\n") == "open"
+    assert form.prompt_thinking("assistant\n<think>\n\n</think>\n\n") == "closed"
+    assert form.prompt_thinking("assistant\n") == "unsaid"
+    assert output_format("off", "off", None, "", {"</think>": 1}).prompt_thinking("<think>") == "unsaid"
