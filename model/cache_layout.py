@@ -7,15 +7,21 @@ tokens. Nothing outside `model/` knows more about a model than these numbers (DE
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax.numpy as jnp
 
-from model.config import ModelConfig
+from model.config import ConfigError, ModelConfig
 from model.params import Plan
 
 PAGE_TOKENS = 64
+MIXERS = ("attention", "gated_delta")  # whose state has a part below
+
+
+class StateWithoutPart(ConfigError):
+    """A layer keeps state that no part of a page or a row holds: a restored prefix would lack it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class RowPart:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     float32: bool
+    split: bool = False
+    """Whether each rank has its share of it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,25 @@ class CacheLayout:
     """The trunk's last hidden state, which the next MTP entry needs; None without an MTP layer."""
     row_bytes: int
     """Bytes of one row on one rank."""
+
+    def describe(self) -> tuple[str, ...]:
+        """What the cache keeps on one rank: each kind of part with its number, entries, dtype and bytes."""
+        item_bytes = jnp.dtype(self.entry_dtype).itemsize
+        kinds: Counter[tuple[str, tuple[int, ...], str, int]] = Counter()
+        for component in self.components:
+            kinds[
+                "page: keys and values", component.shape, self.entry_dtype, prod(component.shape) * item_bytes
+            ] += 1
+        hidden = () if self.hidden is None else ((self.hidden,),)
+        for parts in (*self.row_parts, *hidden):
+            for part in parts:
+                dtype = "float32" if part.float32 else self.entry_dtype
+                n_bytes = prod(part.shape) * jnp.dtype(dtype).itemsize // (self.ranks if part.split else 1)
+                kinds[f"row: {part.name}", part.shape, dtype, n_bytes] += 1
+        return tuple(
+            f"{count} x {name} {list(shape)} {dtype}, {n_bytes:,} bytes"
+            for (name, shape, dtype, n_bytes), count in kinds.items()
+        )
 
     @property
     def word_dtype(self) -> jnp.dtype:
@@ -74,7 +101,15 @@ class CacheLayout:
 def cache_layout(
     config: ModelConfig, plan: Plan, dtype: jnp.dtype, *, page_tokens: int = PAGE_TOKENS
 ) -> CacheLayout:
-    """The layout of `config` under `plan`; `dtype` is that of activations and entries."""
+    """The layout of `config` under `plan`; `dtype` is that of activations and entries.
+
+    Raises StateWithoutPart for a layer of a kind that no part here belongs to.
+    """
+    for number, layer in enumerate(config.layers):
+        if layer.mixer not in MIXERS:
+            raise StateWithoutPart(
+                f"layer {number} ({layer.mixer}) keeps state that no part of the cache holds"
+            )
     groups = plan.local("heads", plan.n_groups)
     shape = (2, groups, page_tokens, config.attention.head_dim)
     n_paged = sum(layer.mixer == "attention" for layer in config.layers) + config.mtp_layers
@@ -96,6 +131,10 @@ def cache_layout(
         )
         parts = [(conv, state) for layer in config.layers if layer.mixer == "gated_delta"]
     hidden = RowPart("hidden", (config.hidden_size,), (None,), float32=False) if config.mtp_layers else None
+    parts = [
+        tuple(replace(part, split=any(axis in plan.split for axis in part.axes)) for part in layer)
+        for layer in parts
+    ]
     row_bytes = sum(_bytes_per_rank(part, plan, dtype) for layer in parts for part in layer)
     if hidden:
         row_bytes += _bytes_per_rank(hidden, plan, dtype)
@@ -103,5 +142,4 @@ def cache_layout(
 
 
 def _bytes_per_rank(part: RowPart, plan: Plan, dtype: jnp.dtype) -> int:
-    split = any(axis in plan.split for axis in part.axes)
-    return prod(part.shape) * (4 if part.float32 else dtype.itemsize) // (plan.ranks if split else 1)
+    return prod(part.shape) * (4 if part.float32 else dtype.itemsize) // (plan.ranks if part.split else 1)

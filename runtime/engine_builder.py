@@ -335,6 +335,7 @@ def _needs(setup: _Setup, memory: tuple[int, str], temporary_bytes: int) -> Memo
         context_tokens=setup.config.max_position_tokens,
         max_model_tokens=options.max_model_tokens,
         ranks=options.mesh_ranks,
+        cache_parts=layout.describe(),
     )
 
 

@@ -35,6 +35,8 @@ class MemoryNeeds:
     context_tokens: int
     max_model_tokens: int | None
     ranks: int = 1
+    cache_parts: tuple[str, ...] = ()
+    """Each kind of part that a page or a row has, in words."""
 
     @property
     def rows_bytes(self) -> int:
@@ -85,6 +87,9 @@ class MemoryPlan:
                 lines.append(
                     f"  conversations of {n_tokens // 1024}K tokens: {self.conversations(n_tokens):,}"
                 )
+        if needs.cache_parts:
+            lines.append(f"What the cache keeps of a sequence{each}:")
+            lines.extend(f"  {part}" for part in needs.cache_parts)
         lines.append("What limits it: " + self._limit())
         return "\n".join(lines)
 

@@ -240,6 +240,9 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
     if folder.template is None:
         progress.say("the model has no chat template: only /v1/completions can be used")
     engine = _build_engine(options, folder.path, progress)
+    if engine.memory_plan is not None:
+        for part in engine.memory_plan.needs.cache_parts:
+            progress.say(f"cache, on each rank: {part}")
     max_model_tokens = engine.max_model_tokens
     limits = ProtocolLimits(
         folder.vocab_size,
@@ -290,12 +293,13 @@ def _set_up_devices(options: ServerOptions) -> None:
 @contextmanager
 def _start_errors() -> Iterator[None]:
     """What the user can mend becomes a StartError; anything else is a fault of ours and keeps its traceback."""
+    from cache_tiers.disk_files import DiskError
     from runtime.engine_builder import TooFewDevices
     from runtime.memory_plan import DoesNotFit
 
     try:
         yield
-    except (HubError, TooFewDevices, DoesNotFit, ValueError, OSError) as error:
+    except (HubError, TooFewDevices, DoesNotFit, DiskError, ValueError, OSError) as error:
         raise StartError(str(error)) from error
 
 

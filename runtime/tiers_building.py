@@ -26,7 +26,7 @@ CPU_RATE_BYTES_PER_S = 400 * 10**6  # measured: decode keeps 98 % (docs/performa
 RECORD_PARTS = (PAGES, ROW)
 
 
-class HostMemoryRefused(Exception):
+class HostMemoryRefused(ValueError):
     """The host tier cannot have the memory it asks for. The message names the limit."""
 
 

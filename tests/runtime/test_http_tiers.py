@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ from tests.runtime.test_http_cache import (
     prompt_of,
     wait_idle,
 )
-from tests.server_process import running_server
+from tests.server_process import COMPILED, REPOSITORY, running_server
 from tests.shared import shared_path
 
 
@@ -48,7 +50,7 @@ def test_what_the_device_gave_away_comes_back_from_host_and_disk(server: Client,
             assert receipt["tier"] == tier and receipt["restore_s"] > 0
         else:
             assert receipt["missed_because"]["cause"] == "too_costly"
-        other, usage = ask(server, prompt, cache_salt="another tenant")
+        other, usage = ask(server, prompt, cache_salt=f"not on the {tier}")
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0  # in no tier
         assert other["logits_digests"] == cold["logits_digests"]
 
@@ -138,3 +140,28 @@ def test_a_server_killed_at_any_moment_starts_again_and_is_right(tmp_path: Path)
             for thread in threads:
                 thread.join()
     assert reused_tokens > 0
+
+
+def started(*flags: str) -> str:
+    """What a server that cannot start says."""
+    command = [sys.executable, "serve.py", "--port", "0", "--compile-cache", str(COMPILED), *flags]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode != 0 and "Traceback" not in done.stderr + done.stdout
+    return done.stderr + done.stdout
+
+
+def test_a_tier_that_cannot_be_had_is_refused_with_its_reason(server_arguments: list[str]) -> None:
+    """The shared server holds its disk folder; no machine here has a thousand TiB."""
+    assert "--disk-cache" in server_arguments
+    too_large = started(*server_arguments, "--host-cache", "1000TiB")
+    assert "--host-cache" in too_large and "--host-reserve" in too_large
+
+
+def test_two_servers_never_share_a_folder(server: Client, server_arguments: list[str]) -> None:
+    said = started(*server_arguments)
+    assert "is used by process" in said and "stop that server" in said
+
+
+@pytest.mark.parametrize("value", ["somewhere", "dir:", ":5GiB", "dir:lots"])
+def test_a_disk_cache_needs_a_folder_and_a_size(value: str) -> None:
+    assert "--disk-cache" in started("--disk-cache", value)
