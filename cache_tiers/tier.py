@@ -89,7 +89,6 @@ class Tier(ABC):
         for at in leaving:
             self.drop_pages(at)
         self.drop_row(node)
-        self.changed(node)  # another tier's copy is the only one now
         self.forget_row(node, Ghost(now_s, self.name, cause))
         if self.row_pages == 0 and leaving and parent is not None and parent.checkpoint is not None:
             # Without rows a use of a deep node is a use of the whole path, so the age moves up as leaves go.
