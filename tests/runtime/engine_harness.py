@@ -63,6 +63,7 @@ class Harness:
         *,
         settle_replies: bool = True,
         behind: Callable[[PrefixCache], TiersBehind] | None = None,
+        identity_changes: dict | None = None,
         **changes,
     ) -> Engine:
         """Another engine on the same programs, with a device state and a cache of its own; `behind` makes its tiers."""
@@ -71,8 +72,9 @@ class Harness:
         cache_config = replace(
             cache.config, **({"host_bytes": 0, "reserve_pages": 0} | (cache_changes or {}))
         )
+        identity = replace(cache.identity, **(identity_changes or {}))
         costs = CostModel(prefill_s_per_token=1.0, learns=False)  # whatever can be restored is
-        fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), cache.identity, costs=costs)
+        fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), identity, costs=costs)
         old = self.steps
         state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots)
         steps = DeviceSteps(old.static, old.params, state, old.shapes, old._programs)

@@ -256,3 +256,51 @@ def test_other_models_and_ranks(model, ranks, tmp_path):
             server.stop()
         plain.stop()
         harness.engine.stop()
+
+
+def test_eager_persistence_writes_what_the_device_still_has(tiered, uncached, tmp_path):
+    server = tiered(disk_path=tmp_path, disk_bytes=64 << 20, persist_eagerly=True)
+    prompt = prompt_of(6, 4 * G + 9)
+    ask(server.engine, prompt, "a").last()
+    server.settle()
+    assert len(list(tmp_path.rglob("*.pages.r0"))) >= 4 and list(tmp_path.rglob("*.row.r0"))
+    again = ask(server.engine, prompt, "a")
+    assert credited(again) == 4 * G and again.last().receipt["tier"] == "device"
+    assert server.engine.flush(["device"]).result(30) is None
+    again = ask(server.engine, prompt, "a")
+    assert credited(again) == 4 * G and again.last().receipt["tier"] == "disk"
+    same_answer(again, uncached(prompt))
+
+
+@pytest.mark.parametrize("field", ["jax_version", "mesh", "entry_dtype", "kernels_version", "weights_digest"])
+def test_records_of_other_numerics_are_left_alone_and_never_hit(tiered, uncached, tmp_path, field):
+    prompt = prompt_of(7, 3 * G + 9)
+    first = tiered(disk_path=tmp_path, disk_bytes=64 << 20, identity_changes={field: "another"})
+    ask(first.engine, prompt, "a").last()
+    first.stop()
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.r0")}
+    assert len(kept) >= 4
+    second = tiered(disk_path=tmp_path, disk_bytes=64 << 20)
+    assert second.engine._cache.disk.shelf.foreign_bytes == sum(map(len, kept.values()))
+    answer = ask(second.engine, prompt, "a")
+    assert credited(answer) == 0
+    same_answer(answer, uncached(prompt))
+    second.demote()
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_other_numerics_give_way_when_the_budget_needs_their_room(tiered, uncached, tmp_path):
+    first = tiered(disk_path=tmp_path, disk_bytes=64 << 20, identity_changes={"mesh": "another"})
+    for seed in range(4):
+        ask(first.engine, prompt_of(seed, 8 * G + 9), "a").last()
+    first.stop()
+    n_foreign = len(list(tmp_path.rglob("*.r0")))
+    second = tiered(disk_path=tmp_path, disk_bytes=7 << 20)
+    for seed in range(4):
+        prompt = prompt_of(seed, 8 * G + 9)
+        same_answer(ask(second.engine, prompt, "a"), uncached(prompt))
+        second.settle()
+        second.demote()
+    shelf = second.engine._cache.disk.shelf
+    assert shelf.reserved_bytes + shelf.foreign_bytes <= 7 << 20
+    assert second.counters.stores["disk", "done"] > n_foreign // 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
 from cache_tiers.disk_files import PAGES, ROW, DiskFolder
@@ -17,7 +19,7 @@ HOST = {"host_bytes": 64 << 20}
 class Tiered:
     """An engine with tiers of these sizes, its faults, and words for what tests do with it."""
 
-    def __init__(self, hybrid, host_bytes=0, disk_path=None, disk_bytes=0, **changes):
+    def __init__(self, hybrid, host_bytes=0, disk_path=None, disk_bytes=0, identity_changes=None, **changes):
         self.faults = Faults()
         config = hybrid.engine._cache.config
         payload_bytes = {
@@ -26,14 +28,16 @@ class Tiered:
         }
         self.disk = None
         if disk_path is not None:
-            identity = hybrid.engine._cache.identity.digest()
+            identity = replace(hybrid.engine._cache.identity, **(identity_changes or {})).digest()
             self.disk = DiskFolder.open(disk_path, identity, config.ranks, payload_bytes, config.grid_tokens)
             changes |= {"disk_bytes": disk_bytes, "disk_overhead_bytes": self.disk.overhead_bytes}
 
         def behind(cache: PrefixCache):
             return tiers_behind(TierOptions(drain_s=20.0), cache, self.disk, self.faults, "cpu")
 
-        self.engine = hybrid.again({"host_bytes": host_bytes} | changes, behind=behind)
+        self.engine = hybrid.again(
+            {"host_bytes": host_bytes} | changes, behind=behind, identity_changes=identity_changes
+        )
         self._poison_restores()
 
     def _poison_restores(self) -> None:
