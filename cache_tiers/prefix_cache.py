@@ -47,9 +47,9 @@ from typing import Any
 
 import numpy as np
 
-from cache_tiers import inspection, planning, reopening
+from cache_tiers import inspection, reopening
 from cache_tiers.arena import ENTRIES, ROWS, PageArena
-from cache_tiers.checkpoints import TERMINAL, Wanted, last_grid_position, wanted_checkpoints
+from cache_tiers.checkpoints import last_grid_position
 from cache_tiers.config import CacheConfig
 from cache_tiers.costs import CostModel
 from cache_tiers.counters import CacheCounters
@@ -57,7 +57,8 @@ from cache_tiers.demotion import DRAINED, Demoter
 from cache_tiers.device_tier import DeviceTier
 from cache_tiers.disk_files import RecordHeader, StoredRecord
 from cache_tiers.identity import Identity
-from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node, Path
+from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node
+from cache_tiers.planner import Planner
 from cache_tiers.planning import CLOSED, OPEN, RUNNING, Plan
 from cache_tiers.policy import make_policy
 from cache_tiers.publishing import Publisher
@@ -115,6 +116,7 @@ class PrefixCache:
             self.outbox,
             clock,
         )
+        self._planner = Planner(config, self.index, self.costs, clock)
         self._publisher = Publisher(
             config, self.index, self.device, (self.host, self.disk), self.counters, clock
         )
@@ -147,15 +149,14 @@ class PrefixCache:
             tiers = range(TIERS.index(failed[0]))  # it is there, but not soon enough, or too large
         plan = self._plan(
             tokens,
-            request_id,
             "prompt",
-            salt,
-            identity,
+            request_id,
+            self._root_digest(salt, identity),
             best_tokens,
             allowed,
-            message_ends_tokens,
-            tiers,
-            failed,
+            message_ends_tokens=message_ends_tokens,
+            tiers=tiers,
+            failed=failed,
         )
         plan.again = again
         return plan
@@ -169,9 +170,8 @@ class PrefixCache:
         end_tokens = last_grid_position(len(tokens), self.config.grid_tokens)
         if end_tokens == 0 or not self.config.enabled:
             return None
-        plan = self._plan(
-            tokens, request_id, "settle", salt, None, end_tokens, end_tokens, (), (DEVICE,), None
-        )
+        root_digest = self._root_digest(salt)
+        plan = self._plan(tokens, "settle", request_id, root_digest, end_tokens, end_tokens, tiers=(DEVICE,))
         if not plan.wanted:
             self.abort(plan)
             return None
@@ -410,100 +410,23 @@ class PrefixCache:
     def _plan(
         self,
         tokens: np.ndarray | Sequence[int],
-        request_id: str,
         purpose: str,
-        salt: str | None,
-        identity: Identity | None,
+        request_id: str,
+        root_digest: bytes,
         best_tokens: int,
         allowed_tokens: int,
-        message_ends_tokens: Sequence[int],
-        tiers: Sequence[int],
-        failed: tuple[str, str] | None,
+        **how: Any,
     ) -> Plan:
-        config, grid = self.config, self.config.grid_tokens
-        n_steps = best_tokens // grid if config.enabled else 0
-        path = self.index.path(self._root_digest(salt, identity), tokens, n_steps)
-        candidates = planning.find_candidates(
-            path.nodes,
-            min(best_tokens, allowed_tokens),
-            len(tokens),
-            self.costs,
-            node_bytes=config.node_part_bytes,
-            row_bytes=config.row_part_bytes,
-            reuse_decoded=config.reuse_generated,
-            tiers=tiers,
+        """A plan, with all that it needs pinned."""
+        plan = self._planner.plan(
+            tokens, purpose, request_id, root_digest, best_tokens, allowed_tokens, **how
         )
-        chosen = planning.choose(candidates)
-        n_restored = chosen.end_tokens // grid
-        restored = path.nodes[:n_restored]
-        page_ids = [page_id for node in restored for page_id in node.pages[DEVICE] or ()]
-        node = restored[-1] if restored else None
-        row_ids = list(node.checkpoint.rows[DEVICE] or ()) if node is not None and node.checkpoint else []
-        self.arena.share(page_ids)
-        self.arena.share(row_ids)
-        missed: dict[str, Any] | None = {"cause": "off"}
-        if config.enabled:
-            missed = planning.explain_miss(
-                self.index, path, candidates, chosen, best_tokens, allowed_tokens, self._clock(), failed
-            )
-        outcome = "miss" if chosen.end_tokens == 0 else "partial" if missed else "full"
-        plan = Plan(
-            request_id=request_id,
-            purpose=purpose,
-            n_tokens=len(tokens),
-            path=path,
-            candidates=candidates,
-            chosen=chosen,
-            missed_because=missed,
-            outcome=outcome,
-            wanted=self._wanted(
-                purpose, len(tokens), best_tokens, path, chosen.end_tokens, message_ends_tokens
-            ),
-            page_ids=page_ids,
-            row_page_ids=row_ids,
-            sources=planning.sources_of(restored),
-            node=node,
-            pending_from_step=n_restored,
-        )
+        self.arena.share(plan.page_ids)
+        self.arena.share(plan.row_page_ids)
         self.restorer.pin(plan)
         self.plans[id(plan)] = plan
-        self.index.pending.update(path.digests[n_restored:])
+        self.index.pending.update(plan.path.digests[plan.pending_from_step :])
         return plan
-
-    def _wanted(
-        self,
-        purpose: str,
-        n_tokens: int,
-        best_tokens: int,
-        path: Path,
-        restored_tokens: int,
-        message_ends_tokens: Sequence[int],
-    ) -> tuple[Wanted, ...]:
-        """The checkpoints to take that are not there yet, beyond what is restored."""
-        config = self.config
-        if not config.enabled:
-            return ()
-        if purpose == "settle":
-            wanted: tuple[Wanted, ...] = (Wanted(best_tokens, TERMINAL),)
-        else:
-            wanted = wanted_checkpoints(
-                n_tokens,
-                config.grid_tokens,
-                message_ends_tokens=message_ends_tokens,
-                junction_tokens=planning.find_junction(path.nodes, best_tokens),
-                spare_tokens=config.spare_tokens,
-                has_rows=config.row_pages > 0,
-            )
-        return tuple(
-            w for w in wanted if w.end_tokens > restored_tokens and not self._has_row(path, w.end_tokens)
-        )
-
-    def _has_row(self, path: Path, end_tokens: int) -> bool:
-        step = end_tokens // self.config.grid_tokens - 1
-        if step >= len(path.nodes):
-            return False
-        checkpoint = path.nodes[step].checkpoint
-        return checkpoint is not None and not checkpoint.decoded and checkpoint.rows[DEVICE] is not None
 
     def _root_digest(self, salt: str | None, identity: Identity | None = None) -> bytes:
         return (identity or self.identity).salted(salt).digest()
