@@ -39,6 +39,7 @@ from cache_tiers.planning import Plan
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.decode_grouping import decode_entry, group
 from runtime.prefill_shares import PrefillShares, next_tile_tokens
+from runtime.prefix_waits import is_on_its_way
 from runtime.request import PromptTooLong
 from runtime.scheduler_config import SchedulerConfig
 from runtime.sequence import Phase, Sequence, no_pages, pages_for_tokens
@@ -199,7 +200,9 @@ class Scheduler:
             if plan is not None and plan.loading:
                 self._planned[sequence] = plan  # its prefix is on its way to the device; those behind go on
                 continue
-            waits = plan is not None and self._is_on_its_way(plan)
+            waits = plan is not None and is_on_its_way(
+                plan, self.admitted, self._planned.values(), self.config.grid_tokens
+            )
             page_ids = None if waits else self._room_for(sequence, plan)
             if page_ids is not None and plan is not None and plan.sources:
                 if self.cache.begin_restore(plan) or plan.failed:
@@ -214,34 +217,6 @@ class Scheduler:
                 break
             admissions.append(self._take_in(sequence, plan, page_ids, step))
         return admissions
-
-    def _is_on_its_way(self, plan: Plan) -> bool:
-        """Whether another sequence is about to publish a deeper checkpoint of this prompt, or to restore one."""
-        grid_tokens, digests = self.config.grid_tokens, plan.path.digests
-        for other in self.admitted:
-            for end_tokens in other.awaited_ends_tokens:
-                step = end_tokens // grid_tokens - 1
-                if (
-                    end_tokens > plan.restored_tokens
-                    and step < len(digests)
-                    and other.plan is not None
-                    and other.plan.path.digests[step] == digests[step]
-                ):
-                    return True
-        for restoring in self._planned.values():
-            end_tokens = restoring.restored_tokens
-            step = end_tokens // grid_tokens - 1
-            deeper = end_tokens > plan.restored_tokens or (
-                plan.sources and end_tokens == plan.restored_tokens
-            )
-            if (
-                restoring.loading
-                and deeper
-                and step < len(digests)
-                and restoring.path.digests[step] == digests[step]
-            ):
-                return True
-        return False
 
     def _look_up(self, sequence: Sequence) -> Plan:
         plan = self._planned.pop(sequence, None)
