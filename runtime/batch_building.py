@@ -104,7 +104,11 @@ def build_sampling(entries: Items[tuple[Sequence, int]], n_rows: int) -> Samplin
         batch.presence_penalty_b[i] = sampling.presence_penalty
         batch.frequency_penalty_b[i] = sampling.frequency_penalty
         batch.seed_b2[i] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
-        batch.has_bias_b[i] = bool(sampling.logit_bias) or masks_output(sequence, output_index)
+        batch.has_bias_b[i] = (
+            bool(sampling.logit_bias)
+            or sequence.request.constraint is not None
+            or masks_output(sequence, output_index)
+        )
         batch.want_logprobs_b[i] = sampling.logprobs is not None
     return batch
 
@@ -130,6 +134,11 @@ def build_bias(sequence: Sequence, output_index: int, vocab_size: int) -> np.nda
             bias[token_id] = value
     if masks_output(sequence, output_index):
         bias[[token_id for token_id in sequence.stop_ids if 0 <= token_id < vocab_size]] = MASKED_BIAS
+    allowed = sequence.allowed_next()
+    if allowed is not None:
+        if not (bias[allowed] > MASKED_BIAS).any():
+            bias[allowed] = 0.0  # an answer that can only end ends, whatever its least length
+        bias[~allowed] = MASKED_BIAS
     return bias
 
 

@@ -23,6 +23,7 @@ from runtime.tokenizing import PromptTokenizer
 
 log = logging.getLogger("strata.constraints")
 
+_JSON_SPACE = r"[ \n\r\t]{0,40}"
 _CACHE_ENTRIES = 64
 _CACHE_BYTES = 4 * 2**20
 # What the compiler says of things that are too large, as against wrong.
@@ -114,12 +115,18 @@ class TokenConstraint:
         self._in_thinking = in_thinking
         self._tail = b""
         self._n_followed = 0
+        self._first = self._masked()
 
     def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray | None:
         """bool [V] of what may follow these outputs, the earlier ones being those of the last call; None for all."""
+        if not output_token_ids:
+            return self._first
         for token_id in output_token_ids[self._n_followed :]:
             self._follow(token_id)
             self._n_followed += 1
+        return self._masked()
+
+    def _masked(self) -> np.ndarray | None:
         if self._in_thinking:
             return None
         if self._matcher.is_stopped() or self._matcher.is_error():
@@ -164,7 +171,8 @@ class _Vocabulary:
 def _grammar(structure: Structure) -> str:
     if structure.kind == "json":
         # `oneOf` as `anyOf`: a grammar cannot say that the other branches fail.
-        overrides: Any = {"coerce_one_of": True}
+        # Space is bounded, so that no model can fill its answer with it.
+        overrides: Any = {"coerce_one_of": True, "whitespace_pattern": _JSON_SPACE}
         return LLMatcher.grammar_from_json_schema(structure.text, overrides=overrides)
     if structure.kind == "regex":
         return LLMatcher.grammar_from_regex(structure.text)

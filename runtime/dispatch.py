@@ -121,8 +121,8 @@ class Dispatcher:
                 self.steps.restore_sampler(sequence, entry.output_index, entry.forced_token_id)
             elif entry.forced_token_id is not None and sequence.slot is not None:
                 forced.append((sequence.slot, entry.forced_token_id))
-            elif entry.lift_mask:
-                self.steps.lift_mask(sequence, entry.output_index)
+            elif entry.lift_mask or sequence.mask is not None:
+                self.steps.set_bias(sequence, entry.output_index)
         if forced:
             self.steps.force_tokens(forced)
         output = self.steps.decode(call)

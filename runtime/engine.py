@@ -36,6 +36,7 @@ from runtime.settling import Settling
 from runtime.step_plan import StepPlan
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
 from runtime.token_deltas import token_delta
+from runtime.token_masks import TokenMasks
 from runtime.transfers import TiersBehind, Transfers
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Engine:
             self._transfers.adopt(handle, record.digest, record.part)
         self._drain_s = behind.drain_s
         self._remember_rates = remember_rates
+        self._masks = TokenMasks(self._wake)
         self._settling = Settling(self._scheduler, enabled=settle_replies)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._queue_limit = queue_limit
@@ -312,6 +314,7 @@ class Engine:
         )
         self._arrivals += 1
         self._totals.add("submitted_total")
+        self._masks.ask(sequence)
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -338,6 +341,7 @@ class Engine:
 
     def _turn(self) -> None:
         self._transfers.pump()
+        self._masks.see()
         if self._settling.n_waiting and not self._scheduler.has_work and not self._in_flight:
             self._arrivals += self._settling.begin(self._arrivals)
         plan = self._scheduler.plan_step()
@@ -347,9 +351,11 @@ class Engine:
             self._in_flight.append(step)
         if self._in_flight and (not plan.computes or len(self._in_flight) >= STEPS_IN_FLIGHT):
             self._complete(self._in_flight.popleft())
-        elif plan.empty and self._transfers.busy:  # everybody waits for a transfer
+        elif plan.empty and (self._transfers.busy or self._masks.busy):  # everybody waits for one of these
             with self._lock:
-                self._lock.wait_for(lambda: self._has_messages() or self._transfers.ready, TRANSFER_POLL_S)
+                self._lock.wait_for(
+                    lambda: self._has_messages() or self._transfers.ready or self._masks.news, TRANSFER_POLL_S
+                )
         self._last_turn_s = time.monotonic()
         self._stats = self._snapshot()
 
@@ -417,6 +423,8 @@ class Engine:
             self._totals.add(f"finished_{delta.finish_reason}_total")
             self._release(sequence)
             self._settling.remember(sequence)
+        else:
+            self._masks.ask(sequence)
         self._hand_over(deliver, delta)
 
     def _hand_over(self, deliver: Deliver, delta: TokenDelta) -> None:
@@ -495,6 +503,7 @@ class Engine:
                 log.exception("the receiver of request %s failed", request_id)
 
     def _tell_the_rest(self) -> None:
+        self._masks.stop()
         with self._lock:
             self._stopping = True  # no call comes after these
             calls, self._calls = self._calls, deque()

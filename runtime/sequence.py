@@ -9,8 +9,11 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from cache_tiers.planning import Plan
 from runtime.request import GenerationRequest, RequestTimes, Usage
@@ -63,6 +66,7 @@ class Sequence:
     plan: Plan | None = None  # its use of the prefix cache, from admission until it gives back its pages
     first_plan: Plan | None = None  # the one that its receipt tells of
     awaited_ends_tokens: set[int] = field(default_factory=set)  # checkpoints that it will still publish
+    mask: Future[np.ndarray | None] | None = None  # of its next output, where it has a constraint
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -101,7 +105,20 @@ class Sequence:
     @property
     def wants_decode(self) -> bool:
         """Whether another decode step can still produce a token that is wanted."""
-        return self.phase is Phase.RUNNING and self.next_output_index < self.max_output_tokens
+        wanted = self.phase is Phase.RUNNING and self.next_output_index < self.max_output_tokens
+        return wanted and (self.mask is None or self._may_choose)
+
+    @property
+    def _may_choose(self) -> bool:
+        """Of a constrained sequence: whether the next output is known already, or its mask is."""
+        n_known = len(self.output_token_ids)
+        if self.next_output_index == n_known:
+            return self.mask is not None and self.mask.done()
+        return self.next_output_index < n_known
+
+    def allowed_next(self) -> np.ndarray | None:
+        """bool [V] of what it may choose next, None for all. Waits for a mask that is still being computed."""
+        return None if self.mask is None else self.mask.result()
 
     @property
     def masks_stops(self) -> bool:

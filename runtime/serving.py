@@ -251,7 +251,7 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
         logits_digests=options.enable_faults,
         defaults=folder.defaults,
         can_call_tools=folder.output_format.tool_parser is not None,
-        can_constrain=False,
+        can_constrain=bool(folder.eos_token_ids),
         reasoning_fields=options.reasoning_fields,
         keep_volatile_lines=options.keep_volatile_lines,
     )

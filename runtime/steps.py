@@ -282,7 +282,7 @@ class DeviceSteps:
     def set_slot(self, sequence: Sequence) -> None:
         """An empty row and the sampler of a sequence that starts from nothing."""
         sampling = sequence.request.sampling
-        biased = bool(sampling.logit_bias) or sequence.masks_stops
+        biased = bool(sampling.logit_bias) or sequence.masks_stops or sequence.mask is not None
         bias = build_bias(sequence, 0, self._vocab_size) if biased else self._no_bias
         seen = build_prompt_seen(sequence, self._vocab_size) if sampling.has_penalties else self._no_prompt
         self.run("set_slot", np.int32(sequence.slot), bias, seen, self._no_count, np.int32(0))
@@ -308,8 +308,8 @@ class DeviceSteps:
             np.int32(last_token_id),
         )
 
-    def lift_mask(self, sequence: Sequence, output_index: int) -> None:
-        """Stop ids may be chosen from this output on."""
+    def set_bias(self, sequence: Sequence, output_index: int) -> None:
+        """From this output on, other tokens may be chosen than before."""
         self.run("set_bias", np.int32(sequence.slot), build_bias(sequence, output_index, self._vocab_size))
 
     def force_tokens(self, slots_and_tokens: list[tuple[int, int]]) -> None:
