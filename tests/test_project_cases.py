@@ -1,25 +1,21 @@
-"""Is every row of the case tables a test by its id, or explained?"""
-
-from __future__ import annotations
+"""Has every row of the tables of known cases a test that names it?"""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.server_process import REPOSITORY
 
-TABLES = sorted((REPOSITORY / "tests" / "cases").glob("*_cases.md"))
-
-
-def named_in(paths: list[Path]) -> set[str]:
-    return {found for path in paths for found in re.findall(r"\bB\d{3}\b", path.read_text(encoding="utf-8"))}
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
-def test_each_row_is_a_test_or_a_decision(table: Path) -> None:
-    rows = re.findall(r"^\| (B\d{3}) \|", table.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 20 and len(rows) == len(set(rows))
-    tests = named_in([path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)])
-    decisions = named_in([REPOSITORY / "docs" / "decisions.md"])
-    assert not set(rows) - tests - decisions
+@pytest.mark.parametrize("table", ["api_cases.md", "security_cases.md"])
+def test_every_row_is_named_by_a_test(repository: Path, table: str) -> None:
+    text = (repository / "tests" / "cases" / table).read_text(encoding="utf-8")
+    ids = re.findall(r"^\| ([AC]\d+) \|", text, re.MULTILINE)
+    assert len(ids) > 15 and len(ids) == len(set(ids))
+    named = {
+        found.upper()
+        for path in (repository / "tests").rglob("test_*.py")
+        for found in re.findall(
+            r"(?<![A-Za-z0-9])[aAcC]\d{2,3}(?![0-9A-Za-z])", path.read_text(encoding="utf-8")
+        )
+    }
+    assert not set(ids) - named

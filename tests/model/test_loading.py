@@ -61,6 +61,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named_in_one_error(tmp
 
 
 def test_a_truncated_file_is_named(tmp_path):
+    """Case C07."""
     folder = copy_of("qwen3", tmp_path)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])

@@ -35,6 +35,7 @@ def running(
     model: tuple[Engine, Path] | None = None,
     served: tuple[TokenEngine, PromptBuilder, ProtocolLimits] | None = None,
     ping_interval_s: float = 10.0,
+    max_body_bytes: int = 100_000,
     compiler: ConstraintCompiler | None = None,
 ) -> Iterator[Client]:
     """The application with these rules; `host` is what the rules believe it listens on. `model` is a started
@@ -57,7 +58,7 @@ def running(
         Guard(rules),
         metrics,
         workers,
-        max_body_bytes=100_000 if served else 1000,
+        max_body_bytes=max_body_bytes if served else 1000,
         stall_limit_s=60,
         isolate_keys=isolate_keys,
         ping_interval_s=ping_interval_s,

@@ -145,6 +145,7 @@ def test_only_variables_that_the_template_reads_reach_it(tokenizer: PromptTokeni
     ],
 )
 def test_harmful_or_broken_templates_end_in_a_400(source: str) -> None:
+    """Cases C10 and C11."""
     with pytest.raises(ApiError) as caught:
         template(source).render([user("x")], {})
     assert caught.value.status == 400

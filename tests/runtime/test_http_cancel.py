@@ -75,6 +75,7 @@ def test_twenty_killed_streams_give_everything_back(server: Client) -> None:
 
 
 def test_a_killed_client_frees_an_answer_in_one_piece_and_a_prefill(server: Client) -> None:
+    """Case A037."""
     prompt = [7] * (MODEL_LEN_TOKENS - 60)
     for body in ({"prompt": prompt, "ignore_eos": True}, {"prompt": prompt, "n": 3, "ignore_eos": True}):
         connection = send(server, COMPLETIONS, body)
@@ -92,6 +93,7 @@ def test_a_polite_close_in_mid_stream_frees_too(server: Client) -> None:
 
 
 def test_after_many_disconnects_answers_are_the_same(server: Client) -> None:
+    """Case A038."""
     body = {**LONG, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     before = server.post(CHAT, body)[1]["choices"][0]["token_ids"]
     for _ in range(30):
@@ -130,6 +132,7 @@ def test_a_full_queue_is_a_429_and_the_queued_are_served(server: Client) -> None
 
 
 def test_health_answers_while_a_long_prompt_is_prepared(server: Client) -> None:
+    """Cases A020 and C05: busy is not dead."""
     big = {"messages": [{"role": "user", "content": "ab " * 330_000}]}
     thread = threading.Thread(target=lambda: server.post(CHAT, big))
     thread.start()

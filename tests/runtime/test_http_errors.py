@@ -160,6 +160,7 @@ _CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), _CHAT_FAULTS, ids=lambda value: str(value)[:50])
 def test_a_wrong_field_is_named(server: Client, fields: dict[str, Any], param: str) -> None:
+    """Cases C04, C16; of numbers, every field."""
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, **fields}
     status, error = error_of(server.request("POST", CHAT, body))
     assert (status, error["type"], error["code"], error["param"]) == (
@@ -192,12 +193,14 @@ def test_a_wrong_field_is_named(server: Client, fields: dict[str, Any], param: s
     ids=lambda value: str(value)[:50],
 )
 def test_a_wrong_completion_field_is_named(server: Client, fields: dict[str, Any], param: str) -> None:
+    """Case C21 among them: no empty prompt."""
     status, error = error_of(server.request("POST", COMPLETIONS, {"max_tokens": 1, **fields}))
     assert (status, error["code"], error["param"]) == (400, "invalid_value", param)
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "../../etc/passwd", "tiny ", "*"])
 def test_an_unknown_model_is_a_404(server: Client, name: str) -> None:
+    """Case C13: no name of a model is a path."""
     for path, extra in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "a"})):
         status, error = error_of(server.request("POST", path, {"model": name, "max_tokens": 1, **extra}))
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
@@ -222,8 +225,6 @@ def test_an_unknown_model_is_a_404(server: Client, name: str) -> None:
             "/start_profile",
             "/rpc",
             "/pause",
-            "/v1/messages",
-            "/v1/responses",
             "/generate",
             "/api/pull",
             "/docs",
@@ -232,6 +233,7 @@ def test_an_unknown_model_is_a_404(server: Client, name: str) -> None:
     ],
 )
 def test_other_paths_are_404(server: Client, path: str) -> None:
+    """Case C03."""
     for method in ("GET", "POST"):
         status, error = error_of(server.request(method, path, b"{}" if method == "POST" else None))
         assert (status, error["code"]) == (404, "not_found")
@@ -254,6 +256,7 @@ def test_other_methods_are_405_with_allow(server: Client, method: str, path: str
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_too_long_is_told_exactly(server: Client, stream: bool) -> None:
+    """Cases A017, A043, A044."""
     prompt = [7] * (MODEL_LEN_TOKENS - 2)
     fits = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True}
     status, answer = server.post(COMPLETIONS, fits)

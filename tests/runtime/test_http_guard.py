@@ -105,6 +105,7 @@ def test_the_admin_key_opens_nothing_else(keyed: Client) -> None:
 )
 @pytest.mark.parametrize("host", ["localhost", "foo?", "foo#", "a/health?x=", "localhost/health"])
 def test_no_spelling_of_a_path_or_host_goes_around_the_key(keyed: Client, path: str, host: str) -> None:
+    """Case C06."""
     assert keyed.request("GET", path, headers={"Host": host})[0] in (400, 401, 403, 404)
 
 
@@ -121,6 +122,7 @@ def test_no_spelling_of_a_path_or_host_goes_around_the_key(keyed: Client, path: 
     ],
 )
 def test_on_loopback_only_loopback_names_are_hosts(keyless: Client, host: str, status: int) -> None:
+    """Case C12."""
     assert keyless.request("GET", "/health", headers={"Host": host})[0] == status
 
 
@@ -140,6 +142,7 @@ def test_pages_of_other_origins_are_refused(keyless: Client) -> None:
 
 
 def test_preflight_needs_no_key_and_names_the_headers(keyed: Client) -> None:
+    """Case A035."""
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     status, headers, _ = keyed.request("OPTIONS", CHAT, headers={"Origin": PAGE, **asked})
     assert (status, headers["access-control-allow-origin"], headers["vary"]) == (204, PAGE, "Origin")
@@ -155,6 +158,7 @@ def test_before_the_model_is_there_requests_are_told_so(keyless: Client) -> None
 
 
 def test_heads_have_bounds(keyless: Client) -> None:
+    """Case C14."""
     assert keyless.request("GET", "/health", headers={"x-large": "x" * 7_000})[0] == 200
     assert keyless.request("GET", "/health", headers={"x-large": "x" * 9_000})[0] == 400
     assert keyless.request("GET", "/health", headers={f"x-{i}": "x" for i in range(200)})[0] == 400

@@ -80,6 +80,7 @@ def test_a_taken_port_is_told_at_once(process: ServerProcess) -> None:
 
 
 def test_only_the_http_port_listens(process: ServerProcess) -> None:
+    """Cases C02 and C18."""
     folder = Path(f"/proc/{process.process.pid}")
     if not folder.exists():
         pytest.skip("this system has no /proc")
