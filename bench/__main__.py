@@ -12,7 +12,10 @@ SUBCOMMANDS = {
     "startup": "from the process's start to the line `ready`",
     "messages": "the first token of the same prompt as few and as many messages",
     "restore": "the first token after a hit against cold, and against what must be done for it",
+    "isolation": "running streams while prefixes are stored and restored",
+    "beside": "a short prompt repeated beside a long conversation",
     "disk": "records written to disk and read back, against plain files",
+    "kernels": "each kernel's calls against the device's floors",
     "trace": "the prefix cache on a request trace",
 }
 

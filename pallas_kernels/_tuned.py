@@ -8,11 +8,12 @@ while tracing, on whatever thread traces.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ FOLDER = Path(__file__).parent / "tuned"
 Tiles = TypeVar("Tiles")
 
 _unlisted: collections.Counter[str] = collections.Counter()
+_traced: dict[tuple[str, str], Any] = {}  # (kernel, shape) -> its heuristic, for the tuner
+_on_trial: dict[tuple[str, str], Any] = {}  # what the tuner tries
 
 
 def device_kind() -> str:
@@ -51,6 +54,9 @@ def _pinned(kind: str, kernel: str) -> Mapping[str, Mapping[str, int]]:
 def choose(kernel: str, program: str, shape: Mapping[str, Any], heuristic: Tiles) -> Tiles:
     """`heuristic` (a frozen dataclass of tile sizes), or what the device's file pins for this shape."""
     key = shape_key(program, shape)
+    _traced[kernel, key] = heuristic
+    if (kernel, key) in _on_trial:
+        return _on_trial[kernel, key]
     pinned = _pinned(device_kind(), kernel).get(key)
     if pinned is None:
         _unlisted[f"{kernel}.{key}"] += 1
@@ -61,3 +67,18 @@ def choose(kernel: str, program: str, shape: Mapping[str, Any], heuristic: Tiles
 def unlisted() -> dict[str, int]:
     """How often each shape without an entry was traced in this process."""
     return dict(_unlisted)
+
+
+def traced() -> dict[tuple[str, str], Any]:
+    """Every (kernel, shape) traced in this process, with its heuristic."""
+    return dict(_traced)
+
+
+@contextlib.contextmanager
+def on_trial(kernel: str, key: str, tiles: Any) -> Iterator[None]:
+    """Programs traced inside use `tiles` for this shape. For the tuner alone."""
+    _on_trial[kernel, key] = tiles
+    try:
+        yield
+    finally:
+        del _on_trial[kernel, key]

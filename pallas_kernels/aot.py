@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -26,7 +27,11 @@ from pallas_kernels._targets import GPUS, TPUS
 KERNELS = ("paged_attention", "linear_recurrence", "latent_attention", "row_copy", "grouped_matmul")
 
 # (target or "*", program, case or "*") -> why it may spill. Short, and each with its reason.
-EXCEPTIONS: dict[tuple[str, str, str], str] = {}
+_XLA_FUSION = "4 bytes, in a fusion of XLA's own before the kernels; 16-channel heads serve tests alone"
+EXCEPTIONS: dict[tuple[str, str, str], str] = {
+    ("*", "tile", "tiny-glm5_next"): _XLA_FUSION,
+    ("*", "prefill", "tiny-glm5_next"): _XLA_FUSION,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, choices=sorted(GPUS | TPUS))
     parser.add_argument("--tag", help="only cases with this tag (ci: those that CI compiles)")
     parser.add_argument("--kernel", action="append", choices=KERNELS, help="only this kernel (repeatable)")
-    parser.add_argument("--case", help="only the case of this name")
+    parser.add_argument("--case", action="append", help="only the case of this name (repeatable)")
     parser.add_argument("--program", help="only the program of this name")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
@@ -70,7 +75,7 @@ def compile_all(args: argparse.Namespace, dump: Path) -> dict[str, Any]:
         for program in importlib.import_module(f"pallas_kernels.{kernel}.programs").programs():
             wanted = (
                 (args.tag is None or args.tag in program.tags)
-                and (args.case is None or args.case == program.case)
+                and (args.case is None or program.case in args.case)
                 and (args.program is None or args.program == program.name)
             )
             if wanted and backend in program.tags:
@@ -163,8 +168,10 @@ def _compile(
     if backend == "gpu":
         row |= _gpu_resources(new_files)
     for path in new_files:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     return row | {"fails": _failure(row, target)}
 
 

@@ -25,7 +25,12 @@ __all__ = [
     "short_conv_tile",
 ]
 
-_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.linear_recurrence.gpu"}
+_BUILT = {
+    "reference": reference,
+    "xla": xla,
+    "gpu": "pallas_kernels.linear_recurrence.gpu",
+    "tpu": "pallas_kernels.linear_recurrence.tpu",
+}
 
 MOST_DRAFT_TOKENS = 8
 

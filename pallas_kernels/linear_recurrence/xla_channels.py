@@ -2,8 +2,9 @@
 
 The chunked form of xla.py, but the decay stays inside the sum over channels. Between the two bands of a chunk it is
 split at the later band's first token, so that both exponents are sums of log decays and never positive. Inside a band
-no split is safe for an unbounded gate, so each column has its own spans, built from the last column to the first.
-Chunks go one after another: a chunk of all heads stays in the processor's cache, where the columns are cheap.
+that is a product as well where no channel decays by more than exp(-30) over it; else no split is safe, and each column
+has its own spans, built from the last column to the first. Which of the two depends on this chunk's gates alone.
+Chunks go one after another: a chunk of all heads stays in the processor's cache.
 """
 
 import jax.numpy as jnp
@@ -14,29 +15,47 @@ from pallas_kernels.linear_recurrence._solve import dot, invert_unit_lower, l2no
 
 _BAND_TOKENS = 16
 
+# exp(30) costs an exponent 30 * 6e-8 of its value: 2e-6, no more than the products around it.
+_MOST_DECAY = 30.0
+
 
 def _inside_band(q_xid, k_xid, decay_xid):
-    """Sums over channels of k_i k_j and q_i k_j times the decay from j to i, for j <= i of each band x."""
+    """Sums over channels of k_i k_j (strictly lower) and q_i k_j (lower) times the decay from j to i, in bands x."""
+    lower_ij = np.tril(np.ones((_BAND_TOKENS, _BAND_TOKENS), np.float32))
+    span_xid = dot("ij,xjd->xid", lower_ij, decay_xid)
+    weak = jnp.min(span_xid[:, -1]) > -_MOST_DECAY
+    kk_xij, qk_xij = lax.cond(weak, _weakly_decayed, _strongly_decayed, q_xid, k_xid, decay_xid, span_xid)
+    return kk_xij * np.tril(lower_ij, -1), qk_xij * lower_ij
+
+
+def _weakly_decayed(q_xid, k_xid, decay_xid, span_xid):
+    """Split at the band's start. The bound holds where this is used; it keeps the gradient of the other case finite."""
+    del decay_xid
+    since_start = jnp.exp(span_xid)
+    k_out_xid = k_xid * jnp.exp(jnp.minimum(-span_xid, jnp.float32(_MOST_DECAY)))
+    return tuple(dot("xid,xjd->xij", x_xid * since_start, k_out_xid) for x_xid in (k_xid, q_xid))
+
+
+def _strongly_decayed(q_xid, k_xid, decay_xid, span_xid):
+    """Column by column."""
+    del span_xid
     n = q_xid.shape[1]
     row_i1 = np.arange(n, dtype=np.int32)[:, None]
     column_j = np.arange(n, dtype=np.int32)
 
-    def column(step, carry):
+    def column(carry, m):
         kk_xij, qk_xij, span_xid = carry
-        m = jnp.int32(n - 1) - step
         k_xid_out = lax.dynamic_slice_in_dim(k_xid, m, 1, 1) * jnp.exp(span_xid)
         chosen_j = column_j == m
         kk_xij = jnp.where(chosen_j, jnp.sum(k_xid * k_xid_out, axis=-1)[..., None], kk_xij)
         qk_xij = jnp.where(chosen_j, jnp.sum(q_xid * k_xid_out, axis=-1)[..., None], qk_xij)
         longer_xid = span_xid + lax.dynamic_slice_in_dim(decay_xid, m, 1, 1)
-        return kk_xij, qk_xij, jnp.where(row_i1 >= m, longer_xid, jnp.float32(0))
+        return (kk_xij, qk_xij, jnp.where(row_i1 >= m, longer_xid, jnp.float32(0))), None
 
     zero_xij = jnp.zeros((*q_xid.shape[:2], n), jnp.float32)
-    kk_xij, qk_xij, _ = lax.fori_loop(
-        jnp.int32(0), jnp.int32(n), column, (zero_xij, zero_xij, jnp.zeros_like(q_xid))
-    )
-    lower_ij = np.tril(np.ones((n, n), np.float32))
-    return kk_xij * np.tril(lower_ij, -1), qk_xij * lower_ij
+    start = (zero_xij, zero_xij, jnp.zeros_like(q_xid))
+    (kk_xij, qk_xij, _), _ = lax.scan(column, start, np.arange(n, dtype=np.int32)[::-1].copy())
+    return kk_xij, qk_xij
 
 
 def _scores(q_hid, k_hid, decay_hid):

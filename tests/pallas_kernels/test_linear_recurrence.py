@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import linear_recurrence
 from pallas_kernels.linear_recurrence.cases import CASES
+from pallas_kernels.linear_recurrence.programs import gates
 from tests.pallas_kernels.arrays import assert_close, assert_in_place, assert_same_bits, normal
 
 SMALL = [case for case in CASES if not case.large]
@@ -27,8 +28,10 @@ def _delta_inputs(case, n: int, seed: int = 0):
     rng = np.random.default_rng(seed)
     q, k = (normal(rng, n, case.key_heads, case.key_dim, dtype=case.dtype) for _ in range(2))
     v = normal(rng, n, case.value_heads, case.value_dim, dtype=case.dtype)
-    log_decay = -jnp.exp(normal(rng, n, case.value_heads))
-    return q, k, v, log_decay, jax.nn.sigmoid(normal(rng, n, case.value_heads))
+    beta = jax.nn.sigmoid(normal(rng, n, case.value_heads))
+    if case.per_channel:
+        return q, k, v, jnp.asarray(gates(case, n)(rng)), beta
+    return q, k, v, -jnp.exp(normal(rng, n, case.value_heads)), beta
 
 
 def _states(case, *leading: int, seed: int = 1):
@@ -79,22 +82,22 @@ def test_convolution_agrees_with_the_reference(case):
 
 @hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
 @hypothesis.given(
+    name=st.sampled_from(["odd-tile", "kda-odd-tile"]),
     seed=st.integers(0, 9),
     log_decay=st.sampled_from([0.0, -1e-6, -0.1, -5.0, -80.0, -1e3]),
     mixed=st.booleans(),
     beta=st.sampled_from([0.0, 0.5, 1.0]),
     key_noise=st.sampled_from([0.0, 1e-4, 1.0]),
 )
-def test_delta_rule_at_its_limits(seed, log_decay, mixed, beta, key_noise):
+def test_delta_rule_at_its_limits(name, seed, log_decay, mixed, beta, key_noise):
     """Strong, zero and mixed decay; full and no writes; equal and nearly equal keys."""
-    case = next(case for case in CASES if case.name == "odd-tile")
-    q, k, v, _, _ = _delta_inputs(case, 70, seed)
+    case = next(case for case in CASES if case.name == name)
+    q, k, v, some_decay, _ = _delta_inputs(case, 70, seed)
     k = k[:1] + jnp.float32(key_noise) * k
-    log_decay_th = jnp.full((70, case.value_heads), log_decay, jnp.float32)
+    log_decay_th = jnp.full_like(some_decay, log_decay)
     if mixed:
-        log_decay_th = jnp.where(
-            normal(np.random.default_rng(seed), 70, 1) > 0.8, log_decay_th, jnp.float32(-0.01)
-        )
+        chosen = normal(np.random.default_rng(seed), *some_decay.shape) > 0.8
+        log_decay_th = jnp.where(chosen, log_decay_th, jnp.float32(-0.01))
     beta_th = jnp.full((70, case.value_heads), beta, jnp.float32)
     args = (q, k, v, log_decay_th, beta_th, _states(case))
     got, want = (_run("gated_delta_tile", backend)(*args) for backend in ("xla", "reference"))
@@ -106,15 +109,18 @@ def test_delta_rule_at_its_limits(seed, log_decay, mixed, beta, key_noise):
         )
 
 
-def test_padding_tokens_leave_the_state_bit_for_bit():
-    case = SMALL[0]
+@pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-kimi_linear"])
+def test_padding_tokens_leave_the_state_bit_for_bit(name):
+    case = next(case for case in CASES if case.name == name)
     q, k, v, log_decay, beta = _delta_inputs(case, 64)
     zero = jnp.zeros_like(beta)
     state = _states(case)
-    assert_same_bits(_run("gated_delta_tile")(q, k, v, zero, zero, state)[1], state)
+    no_decay = jnp.zeros_like(log_decay)
+    assert_same_bits(_run("gated_delta_tile")(q, k, v, no_decay, zero, state)[1], state)
     keep = (jnp.arange(64) < 20)[:, None]
     padded = _run("gated_delta_tile")(
-        q, k, v, jnp.where(keep, log_decay, zero), jnp.where(keep, beta, zero), state
+        *(q, k, v, jnp.where(keep.reshape(64, *(1,) * (log_decay.ndim - 1)), log_decay, no_decay)),
+        *(jnp.where(keep, beta, zero), state),
     )
     exact = _run("gated_delta_tile", "reference")(q[:20], k[:20], v[:20], log_decay[:20], beta[:20], state)
     assert_close(padded[1], exact[1])
@@ -138,6 +144,41 @@ def test_tiles_and_tokens_make_one_sequence():
         )
         assert_close(out[0], whole[0][t])
     assert_same_bits(states[0], first[1])
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-kimi_linear"])
+def test_drafts_are_decode_steps(name):
+    """Every state on the way is kept, and rows that are not named are left alone."""
+    case = next(case for case in CASES if case.name == name)
+    states = _states(case, N_SLOTS)
+    tokens = tuple(x.reshape(2, 2, *x.shape[1:]) for x in _delta_inputs(case, 4))
+    start, end = jnp.asarray([4, 1], jnp.int32), jnp.asarray([[0, 4], [3, 5]], jnp.int32)
+    got_out, got = _run("gated_delta_drafts")(*tokens, states, start, end)
+    rows = states[start]
+    for t in range(2):
+        token = (x[:, t] for x in tokens)
+        out, rows = _run("gated_delta_decode")(*token, rows, jnp.arange(2, dtype=jnp.int32))
+        assert_close(got_out[:, t], out)
+        assert_close(got[end[:, t]], rows)
+    others = np.setdiff1d(np.arange(N_SLOTS), np.asarray(end))
+    assert_same_bits(got[others], states[others])
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-kimi_linear"])
+def test_prefill_is_tiles_from_a_row(name):
+    """The state at every grid position, and the last one in the row."""
+    case, g = next(case for case in CASES if case.name == name), 16
+    inputs, states = _delta_inputs(case, 3 * g), _states(case, N_SLOTS)
+    prefill = jax.jit(functools.partial(linear_recurrence.gated_delta_prefill, grid_tokens=g, backend="xla"))
+    out, grid_states, rows = prefill(*inputs, states, jnp.int32(7))
+    state = states[7]
+    for i in range(3):
+        part = (x[i * g : (i + 1) * g] for x in inputs)
+        want, state = _run("gated_delta_tile")(*part, state)
+        assert_close(out[i * g : (i + 1) * g], want)
+        assert_close(grid_states[i], state)
+    assert_same_bits(rows[7], grid_states[-1])
+    assert_same_bits(np.delete(rows, 7, axis=0), np.delete(states, 7, axis=0))
 
 
 def test_bits_of_a_sequence_in_decode_are_its_own():
@@ -188,9 +229,10 @@ def test_prefill_bits_do_not_depend_on_the_number_of_tiles():
     assert_same_bits(rest_out[:3], all_out[1:])
 
 
+@pytest.mark.parametrize("name", ["odd-tile", "kda-odd-tile"])
 @pytest.mark.parametrize("log_decay", [None, -1e3])
-def test_gradients_are_those_of_the_reference(log_decay):
-    case = next(case for case in CASES if case.name == "odd-tile")
+def test_gradients_are_those_of_the_reference(name, log_decay):
+    case = next(case for case in CASES if case.name == name)
     q, k, v, random_decay, beta = _delta_inputs(case, 37)
     decay = random_decay if log_decay is None else jnp.full_like(random_decay, log_decay)
     q = q.at[5].set(0.0)  # the l2 norm of a zero vector
