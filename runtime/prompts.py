@@ -14,6 +14,7 @@ from runtime.chat_template import ChatTemplate, RenderedText
 from runtime.parsers.registry import PLAIN, OutputFormat
 from runtime.serve_request import ChatPrompt, PromptThinking, RenderedPrompt, TextPrompts
 from runtime.tokenizing import ControlGuard, PromptTokenizer
+from runtime.tool_history import wants_text, with_text_arguments
 
 # Templates look for these in an assistant's earlier answers to cut its thinking out.
 _SPARED_IN_ANSWERS = frozenset({"<think>", "</think>"})
@@ -35,6 +36,7 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self.output_format = output_format
         self._template = template
+        self._wants_text_arguments = template is not None and wants_text(template)
         self._n_context_tokens = n_context_tokens
 
     def build(self, prompt: ChatPrompt | TextPrompts) -> tuple[RenderedPrompt, ...]:
@@ -65,6 +67,8 @@ class PromptBuilder:
                 " use /v1/completions, or start the server with --chat-template."
             )
         messages = list(messages)
+        if self._wants_text_arguments:
+            messages = with_text_arguments(messages)
         written = "\n".join(message["content"] for message in messages)
         self.tokenizer.check_length(written, self._n_context_tokens, "messages")
         guard = ControlGuard(self.tokenizer.control_texts)
