@@ -26,11 +26,16 @@ from pallas_kernels._targets import GPUS, TPUS
 
 KERNELS = ("paged_attention", "linear_recurrence", "latent_attention", "row_copy", "grouped_matmul")
 
-# (target or "*", program, case or "*") -> why it may spill. Short, and each with its reason.
-_XLA_FUSION = "4 bytes, in a fusion of XLA's own before the kernels; 16-channel heads serve tests alone"
-EXCEPTIONS: dict[tuple[str, str, str], str] = {
-    ("*", "tile", "tiny-glm5_next"): _XLA_FUSION,
-    ("*", "prefill", "tiny-glm5_next"): _XLA_FUSION,
+# (target or "*", program, case or "*") -> (bytes that may spill, why). Short, and each with its reason.
+_TINY = "heads of 16 channels serve tests alone, and the bytes are ptxas's choice at 32 to 56 registers"
+_TWO_REGISTERS = (
+    "two registers of the scores, at 255; wider or more warps are to be measured on a device first"
+)
+EXCEPTIONS: dict[tuple[str, str, str], tuple[int, str]] = {
+    ("*", "tile", "tiny-glm5_next"): (8, _TINY),
+    ("*", "prefill", "tiny-glm5_next"): (8, _TINY),
+    ("b200", "tile", "kda-heads-of-128"): (8, _TWO_REGISTERS),
+    ("b200", "prefill", "kda-heads-of-128"): (8, _TWO_REGISTERS),
 }
 
 
@@ -200,13 +205,13 @@ def _failure(row: dict[str, Any], target: str) -> str | None:
     """Why this row fails the gate; None if it passes."""
     if not row["in_place"]:
         return "an array that should change in place is copied"
-    if row.get("spilled_bytes"):
-        for name in (target, "*"):
-            for case in (row["case"], "*"):
-                if (name, row["program"], case) in EXCEPTIONS:
-                    return None
-        return f"spills {row['spilled_bytes']} bytes"
-    return None
+    spilled_bytes = row.get("spilled_bytes", 0)
+    allowed_bytes = max(
+        EXCEPTIONS.get((name, row["program"], case), (0, ""))[0]
+        for name in (target, "*")
+        for case in (row["case"], "*")
+    )
+    return f"spills {spilled_bytes} bytes" if spilled_bytes > allowed_bytes else None
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 (token, choice) pairs are sorted by expert and cut into blocks of rows of one expert each; the number of blocks has a
 static bound, and programs beyond the blocks in use return at once. The first kernel makes silu(gate) * up, the second
-the down projection; both read the checkpoint's [out, in] weights, and only those of experts in use. XLA's own
-`ragged_dot` expands the rows by the number of experts on GPUs (docs/decisions.md), so it is not used.
+the down projection; both read the checkpoint's [out, in] weights, and only those of experts in use. Why not
+XLA's `ragged_dot`: docs/decisions.md.
 """
 
 from __future__ import annotations
