@@ -36,6 +36,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: PromptTokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._prompt_tokenizer = tokenizer
         self._token_bytes = tokenizer.token_bytes
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos_token_ids)), eos_token=list(eos_token_ids)
@@ -60,7 +61,14 @@ class ConstraintCompiler:
             self._eos_token_ids,
             think_start_id=ids.get(THINK_START) if may_think else None,
             in_thinking=in_thinking,
+            begins_with=self._opening_ids(structure),
         )
+
+    def _opening_ids(self, structure: Structure) -> tuple[int, ...]:
+        if structure.begins_with is None:
+            return ()
+        text, token_id = structure.begins_with
+        return (*self._prompt_tokenizer.encode(text, False), token_id)
 
     def _matcher(self, structure: Structure) -> LLMatcher:
         with self._lock:
@@ -105,7 +113,11 @@ class TokenConstraint:
         *,
         think_start_id: int | None,
         in_thinking: bool,
+        begins_with: tuple[int, ...] = (),
     ):
+        # Until the last of these tokens comes, all are free; then they are the beginning of the form.
+        self._begins_with = list(begins_with)
+        self._has_begun = not begins_with
         self._matcher = matcher
         self._token_bytes = token_bytes
         self._vocab_size = vocab_size
@@ -127,7 +139,7 @@ class TokenConstraint:
         return self._masked()
 
     def _masked(self) -> np.ndarray | None:
-        if self._in_thinking:
+        if self._in_thinking or not self._has_begun:
             return None
         if self._matcher.is_stopped() or self._matcher.is_error():
             if self._matcher.is_error():
@@ -148,6 +160,10 @@ class TokenConstraint:
             self._in_thinking = self._think_end not in self._tail
         elif not self._n_followed and token_id == self._think_start_id:
             self._in_thinking = True
+        elif not self._has_begun:
+            if token_id == self._begins_with[-1]:
+                self._has_begun = True
+                self._matcher.consume_tokens(self._begins_with)
         else:
             self._matcher.consume_token(token_id)
 

@@ -286,6 +286,10 @@ class Generator:
             tools = {name: request.tools.schemas[name] for name in request.tools.must_call}
             grammar = output_format.call_grammar(tools, once=not request.tools.is_parallel)
             structure = Structure("calls", grammar, "tool_choice")
+        elif structure is None and request.tools.is_strict and request.tools.calls_are_read:
+            opening = output_format.call_opening()
+            grammar = output_format.call_grammar(request.tools.schemas, once=not request.tools.is_parallel)
+            structure = None if opening is None else Structure("calls", grammar, "tools", opening)
         compiler = self._compiler
         if structure is None or compiler is None:
             return [None] * n_choices

@@ -22,11 +22,14 @@ Kind = Literal["json", "regex", "grammar", "calls"]
 @dataclass(frozen=True)
 class Structure:
     """`text` is a JSON schema, a regular expression or a grammar (Lark, or GBNF); `param` names the field that an
-    error about it names. `calls`: Lark made here of the tools' own form, markers as tokens."""
+    error about it names. `calls`: Lark made here of the tools' own form, markers as tokens. `begins_with`: it holds
+    from this token on, which belongs to it, as does the text before it; None from the first on.
+    """
 
     kind: Kind
     text: str
     param: str
+    begins_with: tuple[str, int] | None = None
 
 
 def invalid_schema(param: str, message: str) -> ApiError:

@@ -23,13 +23,15 @@ _TYPES = frozenset("string number integer boolean object array null".split())
 class ToolUse:
     """`definitions` go to the chat template; `schemas` maps each name to its parameters' schema. `calls_are_read`:
     whether the answer is searched for calls (tool_choice none shows them as text). `must_call`: the names of which
-    the answer must call one, empty where it need not call."""
+    the answer must call one, empty where it need not call. `is_strict`: whether calls, where there are any, must fit
+    the schemas."""
 
     definitions: tuple[dict[str, Any], ...] = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     calls_are_read: bool = False
     is_parallel: bool = True
     must_call: tuple[str, ...] = ()
+    is_strict: bool = False
 
 
 def read_tools(fields: Fields, *, can_call: bool, can_force: bool) -> ToolUse:
@@ -54,7 +56,7 @@ def read_tools(fields: Fields, *, can_call: bool, can_force: bool) -> ToolUse:
         # They would only be described to a model that has no way to call them.
         return ToolUse()
     schemas: dict[str, Mapping[str, Any]] = {}
-    definitions = []
+    definitions: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         path = f"tools[{i}]"
         if type(item) is not dict:
@@ -72,7 +74,8 @@ def read_tools(fields: Fields, *, can_call: bool, can_force: bool) -> ToolUse:
     must_call = _must_call(choice, schemas) if is_forced else ()
     # A named tool is called once.
     is_parallel = is_parallel and not (is_forced and type(choice) is dict)
-    return ToolUse(tuple(definitions), schemas, choice != "none", is_parallel, must_call)
+    is_strict = any(definition["function"].get("strict") for definition in definitions)
+    return ToolUse(tuple(definitions), schemas, choice != "none", is_parallel, must_call, is_strict)
 
 
 def _must_call(choice: Any, schemas: Mapping[str, Any]) -> tuple[str, ...]:

@@ -63,6 +63,15 @@ class OutputFormat:
         writer = GrammarWriter(self.spelling)
         return writer.finished(self.tool_parser.write_calls(writer, tools, once=once))
 
+    def call_opening(self) -> tuple[str, int] | None:
+        """What begins a family's calls: the token that nothing else begins with, after a text. None where the
+        vocabulary has no such token."""
+        assert self.tool_parser is not None
+        spelled = self.spelling.spell(self.tool_parser.OPENERS[0])
+        id_of_char = {char: token_id for token_id, char in self.spelling.char_of_id.items()}
+        at = next((i for i, char in enumerate(spelled) if char in id_of_char), None)
+        return None if at is None else (spelled[:at], id_of_char[spelled[at]])
+
     def prompt_thinking(self, prompt_end: str) -> Literal["open", "closed", "unsaid"]:
         """Whether the prompt, of which this is the end, leaves the model inside its thinking, or behind it."""
         start, end = prompt_end.rfind(THINK_START), prompt_end.rfind(THINK_END)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.http_client import Client
+from tests.runtime.parsers.samples import FORMS, Call
 from tests.runtime.scripted_engine import ScriptedEngine, scripted_server
 from tests.runtime.test_http_tools import BODY, CALLS, CHAT, NOW, WEATHER
 
@@ -102,6 +103,33 @@ def test_a_model_that_would_rather_talk_must_call(server: Client, engine: Script
     }
     answer = server.post(CHAT, body)[1]["choices"][0]
     assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["now"]
+
+
+@pytest.mark.parametrize("tool_parser", ["qwen3_coder", "deepseek_v4", "kimi_k2"])
+def test_strict_tools_fit_their_schemas_once_a_call_has_begun(tool_parser: str) -> None:
+    function = {
+        "name": "count",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+    }
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": function}], "max_tokens": 300}
+    wrong = FORMS[tool_parser][1]((Call("count", (("m", "many"),)),))
+    with scripted_server(tool_parser=tool_parser) as (server, engine):
+        engine.script = ["Free.</think>No call at all."]
+        assert server.post(CHAT, body)[1]["choices"][0]["message"]["content"] == "No call at all."
+        engine.script = [f"Free.</think>So: {wrong}"]
+        choice = server.post(CHAT, body)[1]["choices"][0]
+        for call in choice["message"]["tool_calls"]:
+            arguments = call["function"]["arguments"]
+            assert "m" not in arguments and "many" not in arguments
+            if choice["finish_reason"] == "tool_calls":
+                assert type(json.loads(arguments)["n"]) is int
+        assert choice["message"]["content"] == "So:"
 
 
 @pytest.mark.parametrize(
