@@ -7,6 +7,7 @@ import sys
 
 PROBES = {
     "boundary": "a cache hit never changes an answer: prompts that end around the grid, hit against cold",
+    "replay": "what was computed is kept: many prompts primed once, then replayed forward and in reverse",
 }
 
 

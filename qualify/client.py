@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qualify.server_metrics import read_samples
+
 # What a probe would like to send, the most telling first. A server may refuse any of them.
 OPTIONAL_FIELDS: Mapping[str, Any] = {
     "return_logits_digest": True,
@@ -56,20 +58,38 @@ class Client:
         self.context_tokens = _context_tokens(card)
         self.optional_fields: frozenset[str] = frozenset()
 
-    def detect(self) -> None:
+    def detect(self, *, chat: bool = False) -> None:
         """Finds out which optional fields the server takes: all of them at once, else one by one."""
-        if self._takes(tuple(OPTIONAL_FIELDS)):
+        if self._takes(tuple(OPTIONAL_FIELDS), chat):
             self.optional_fields = frozenset(OPTIONAL_FIELDS)
             return
-        self.optional_fields = frozenset(name for name in OPTIONAL_FIELDS if self._takes((name,)))
+        self.optional_fields = frozenset(name for name in OPTIONAL_FIELDS if self._takes((name,), chat))
 
     def complete(self, prompt: Sequence[int], max_tokens: int, cache_salt: str) -> Answer:
         """A greedy completion of token ids. Raises ServerError for any answer but 200."""
-        body = self._body(prompt, max_tokens)
+        return self._answer("/v1/completions", self._body(prompt, max_tokens), cache_salt)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, cache_salt: str) -> Answer:
+        """The greedy next message of a conversation. Raises ServerError for any answer but 200."""
+        return self._answer("/v1/chat/completions", self._chat_body(messages, max_tokens), cache_salt)
+
+    def metrics(self, api_key: str | None = None) -> Mapping[str, float] | None:
+        """Every sample of /metrics by its name and labels as written; None where there is no such page for us."""
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        request = urllib.request.Request(self.url + "/metrics", headers=self._headers | headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                return read_samples(response.read().decode(errors="replace"))
+        except urllib.error.HTTPError:
+            return None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"GET {self.url}/metrics: {error}") from error
+
+    def _answer(self, path: str, body: dict[str, Any], cache_salt: str) -> Answer:
         body |= {name: OPTIONAL_FIELDS[name] for name in self.optional_fields}
         if "cache_salt" in self.optional_fields:
             body["cache_salt"] = cache_salt
-        status, answer = self._request("POST", "/v1/completions", body)
+        status, answer = self._request("POST", path, body)
         if status != 200:
             raise ServerError(f"HTTP {status}: {json.dumps(answer)[:500]}")
         try:
@@ -79,14 +99,26 @@ class Client:
                 f"no completion ({type(error).__name__} {error}): {json.dumps(answer)[:500]}"
             ) from error
 
-    def _takes(self, names: Sequence[str]) -> bool:
-        body = self._body((3, 4, 5), 1) | {name: OPTIONAL_FIELDS[name] for name in names}
-        status, answer = self._request("POST", "/v1/completions", body)
+    def _takes(self, names: Sequence[str], chat: bool) -> bool:
+        fields = {name: OPTIONAL_FIELDS[name] for name in names}
+        if chat:
+            path, body = "/v1/chat/completions", self._chat_body([{"role": "user", "content": "a"}], 1)
+        else:
+            path, body = "/v1/completions", self._body((3, 4, 5), 1)
+        status, answer = self._request("POST", path, body | fields)
         if status in (400, 422):
             return False
         if status != 200:
             raise ServerError(f"HTTP {status}: {json.dumps(answer)[:500]}")
         return True
+
+    def _chat_body(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         return {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
@@ -131,7 +163,7 @@ def _read(answer: Mapping[str, Any]) -> Answer:
     token_ids = choice.get("token_ids")
     digests = choice.get("logits_digests")
     return Answer(
-        text=choice["text"],
+        text=choice["text"] if "text" in choice else choice["message"]["content"] or "",
         token_ids=None if token_ids is None else tuple(token_ids),
         prompt_tokens=usage.get("prompt_tokens"),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
