@@ -165,7 +165,7 @@ class DsmlParser(TaggedParser):
         )
 
     def _read_object_body(self, end: str) -> Wants:
-        is_good = yield from self._json_value((end,), self._argue)
+        is_good = yield from self._json_arguments((end,), self._argue)
         yield from self._skip_space()
         is_closed = False
         if (yield from self._take_if(end)):

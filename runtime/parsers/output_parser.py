@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from runtime.parsers.call_grammar import GrammarWriter, Term
 from runtime.parsers.events import CallEnd, CallStart, Malformed
-from runtime.parsers.json_text import JsonTracker, parsed
+from runtime.parsers.json_text import JsonTracker, is_json, parsed
 from runtime.parsers.scanner import SPACE, Scanner, Wants, earliest, held_chars
 from runtime.parsers.spelling import MarkerSpelling
 
@@ -216,11 +216,17 @@ class OutputParser(Scanner):
         self, closers: Sequence[str], show: Callable[[str], None]
     ) -> Generator[None, str | None, bool]:
         """Reads a call's arguments, an object or a JSON string that holds one, as an object's text. False where they
-        are cut or are no object."""
+        are cut, or are no object, or no JSON."""
         yield from self._skip_space()
-        if (yield from self._peek(("{",))):
-            return (yield from self._json_value(closers, show))
         pieces: list[str] = []
+        if (yield from self._peek(("{",))):
+
+            def show_and_keep(text: str) -> None:
+                pieces.append(text)
+                show(text)
+
+            whole = yield from self._json_value(closers, show_and_keep)
+            return whole and is_json(self._spelling.unspell("".join(pieces)))
         whole = yield from self._json_value(closers, pieces.append)
         value = parsed("".join(pieces).strip())
         text = value[0] if value is not None and isinstance(value[0], str) else "".join(pieces)

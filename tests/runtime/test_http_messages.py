@@ -215,6 +215,13 @@ def test_why_a_message_ends(
     assert all(block.type != "tool_use" for block in message.content)
 
 
+def test_a_call_that_is_no_json_leaves_the_message_valid() -> None:
+    with scripted_server(tool_parser="qwen3") as (other, engine):
+        engine.script = ['</think><tool_call>{"name": "now", "arguments": {"a": 1,}}</tool_call>']
+        status, answer = other.post(MESSAGES, BODY)
+        assert status == 200 and answer["content"] == [] and answer["stop_reason"] == "end_turn"
+
+
 def test_thinking_can_be_switched_off(sdk: Anthropic, engine: ScriptedEngine) -> None:
     engine.script = ["plain"]
     message = sdk.messages.create(**BODY, thinking={"type": "disabled"})

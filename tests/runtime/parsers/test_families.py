@@ -252,6 +252,11 @@ def test_hermes_objects_in_other_shapes(body: str, arguments: Any) -> None:
     assert read("qwen3", f"<tool_call>{body}</tool_call>") == seen(("write", arguments))
 
 
+def test_balanced_arguments_that_are_no_json_make_no_complete_call() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": 1,}}</tool_call>'
+    assert read("qwen3", text) == seen(("now", '{"a": 1,}', False), causes=("junk_in_call", "bad_arguments"))
+
+
 def test_hermes_objects_that_lack_their_end() -> None:
     open_object = '<tool_call>{"name": "write", "arguments": {"path": "p"}</tool_call>after'
     assert read("qwen3", open_object) == seen(
