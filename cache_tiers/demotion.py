@@ -20,7 +20,7 @@ from cache_tiers.device_tier import DeviceTier
 from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node
 from cache_tiers.shelf import ShelfTier
 from cache_tiers.tier import NO_ROW
-from cache_tiers.transfer_jobs import CANCELLED, DONE, FAILURES, Outbox, Store
+from cache_tiers.transfer_jobs import CANCELLED, DONE, FAILURES, LEAST_TURNS, Outbox, Store
 
 EVICTED, PERSISTED, DRAINED = "evicted", "persisted", "drained"  # why a part was stored
 FLUSH = "flush"
@@ -72,6 +72,7 @@ class Demoter:
         self.retiring: dict[tuple[int, Node], Demotion] = {}
         self.retries: dict[tuple[int, Node], _Retry] = {}
         self.to_persist: deque[Node] = deque()
+        self._turns_s: deque[float] = deque(maxlen=LEAST_TURNS)
 
     # ---- room
 
@@ -99,6 +100,7 @@ class Demoter:
         if self._target(DEVICE) is None:
             return
         now_s, config, arena = self._clock(), self._config, self._device.arena
+        self._turns_s.append(now_s)
         self._retry(now_s)
         while (
             self._may_store()
@@ -365,7 +367,7 @@ class Demoter:
 
     def _give_up_waiting(self, tier: int, now_s: float) -> bool:
         """Drops the oldest victim whose store takes too long, or was refused for too long. False: none yet."""
-        limit_s = now_s - self._config.store_deadline_s
+        limit_s = min([now_s - self._config.store_deadline_s, *self._turns_s])
         for (at, node), demotion in self.retiring.items():
             if at == tier and demotion.began_s <= limit_s:
                 self._cancel(demotion)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 DONE, CANCELLED = "done", "cancelled"
 IO_ERROR, RANK_FAILED, DAMAGED, MISSING, TIMEOUT = "io_error", "rank_failed", "damaged", "missing", "timeout"
 NO_ROOM = "no_room"  # of a plan: the device can never hold what it would restore
+# A job is begun in one turn of the engine and reported in a later one, after the steps dispatched before it: however
+# long turns take, it is not late before the third.
+LEAST_TURNS = 3
 FAILURES = (IO_ERROR, RANK_FAILED, DAMAGED, MISSING, TIMEOUT)
 
 
@@ -68,6 +71,9 @@ class Outbox:
     stores: list[Store] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     drop_foreign_bytes: int = 0
+    rate_bytes_per_s: float | None = (
+        None  # how fast they are carried out while requests run; None: as it goes
+    )
     in_flight_bytes: int = 0  # of stores, fetched or not
     n_in_flight: int = 0  # of stores and loads
 

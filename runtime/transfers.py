@@ -6,7 +6,8 @@ Three kinds of daemon threads do what takes time: copies between device and pinn
 of records. Bytes move as raw words, each rank its own; a part counts only when all ranks have it.
 
 A host payload is one `pinned_host` array a part, sharded like the arena, with a checksum a rank that is verified
-before the bytes go back. `rate_bytes_per_s` paces the starts; None is as fast as it goes.
+before the bytes go back. The outbox's rate paces the starts while requests are computed; a restore that nobody
+else would be disturbed by goes as fast as it can.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import xxhash
 
 from cache_tiers.disk_files import Damaged, DiskFolder, Expected, Mismatch, Missing, RecordHeader, WriteFailed
 from cache_tiers.index import DEVICE, DISK, HOST, Node
+from cache_tiers.planning import RUNNING
 from cache_tiers.prefix_cache import PrefixCache
 from cache_tiers.transfer_jobs import CANCELLED, DAMAGED, DONE, IO_ERROR, MISSING, RANK_FAILED, Load, Store
 from runtime.faults import FaultInjected, FaultRule, Faults, spoil
+from runtime.pacing import Pace
 from runtime.steps import DeviceSteps
 
 log = logging.getLogger(__name__)
@@ -79,9 +82,9 @@ class Transfers:
     ):
         self.faults = faults
         self._cache, self._steps, self._disk = cache, steps, disk
-        self._rate_bytes_per_s = rate_bytes_per_s
-        self._wake, self._clock = wake, clock
-        self._next_start_s = 0.0
+        cache.outbox.rate_bytes_per_s = rate_bytes_per_s
+        self._wake = wake
+        self._pace = Pace(clock)
         self._waiting: deque[Store | Load] = deque()
         self._finished: deque[_Finished | Callable[[], None]] = deque()
         self._host: dict[int, HostPayload] = {}
@@ -106,11 +109,23 @@ class Transfers:
 
     @property
     def ready(self) -> bool:
-        """Whether `pump` has something to do now. Any thread may ask."""
-        return bool(self._finished) or (bool(self._waiting) and self._clock() >= self._next_start_s)
+        """Whether `pump` has something to do now."""
+        return bool(self._finished) or (bool(self._waiting) and self._may_start)
+
+    @property
+    def _may_start(self) -> bool:
+        return self._pace.may_start or not self._is_paced
+
+    @property
+    def _is_paced(self) -> bool:
+        """Whether anybody runs who would be disturbed."""
+        if self._cache.outbox.rate_bytes_per_s is None:
+            return False
+        return any(plan.state is RUNNING for plan in self._cache.plans.values())
 
     def pump(self) -> None:
         """Reports what has finished, and starts what came."""
+        self._pace.turn()
         self._report()
         self._cache.tend()
         stores, loads, drop_foreign_bytes = self._cache.outbox.take()
@@ -119,7 +134,7 @@ class Transfers:
         if drop_foreign_bytes:
             self._drop_foreign(drop_foreign_bytes)
         self._discard()
-        while self._waiting and self._clock() >= self._next_start_s:
+        while self._waiting and self._may_start:
             self._start(self._waiting.popleft())
 
     def adopt(self, handle: int, digest: bytes, part: str) -> None:
@@ -141,9 +156,9 @@ class Transfers:
         if job.cancelled:
             self._finished.append(_Finished(job, CANCELLED))
             return
-        if self._rate_bytes_per_s is not None:
-            now_s = self._clock()
-            self._next_start_s = max(now_s, self._next_start_s) + job.n_bytes / self._rate_bytes_per_s
+        rate_bytes_per_s = self._cache.outbox.rate_bytes_per_s
+        if rate_bytes_per_s is not None and self._is_paced:
+            self._pace.started(job.n_bytes, rate_bytes_per_s)
         if isinstance(job, Load):
             if job.source == HOST:
                 payload = self._host[job.source_place]

@@ -120,6 +120,26 @@ def test_slow_stores_stop_nobody(case: str) -> None:
     e.idle()
 
 
+def test_a_store_is_not_late_before_three_turns_have_passed() -> None:
+    e = engine(24, host_parts=400)
+    e.run_on_device(prompt(0, 12 * G + 3))
+    for _ in range(3):
+        e.cache.tend()
+    assert e.cache.reserve_pages(20) is None and e.cache.waits_for_stores
+    for _ in range(2):  # steps so long that the deadline passes within each
+        e.clock.now_s += 30.0
+        e.cache.tend()
+        e.mover.fetch()
+        assert e.cache.reserve_pages(20) is None and not e.cache.counters.skips["backlog"]
+    e.clock.now_s += 30.0
+    e.cache.tend()
+    e.mover.fetch()
+    ids = e.cache.reserve_pages(20)
+    assert ids is not None and e.cache.counters.skips["backlog"]
+    e.cache.release(ids)
+    e.idle()
+
+
 @case("B052", "B115")
 def test_a_store_in_flight_keeps_nobody_from_its_source(case: str) -> None:
     e = engine(80, host_parts=100)
@@ -389,8 +409,10 @@ def test_a_read_that_takes_too_long_is_given_up() -> None:
     running = e.admit(tokens)
     assert running is not None and e.load(running)
     e.mover.fetch()
-    e.clock.now_s += 3.0
-    e.cache.tend()
+    for _ in range(3):  # as long as the deadline each, but a load may take a few turns
+        assert not running.plan.failed
+        e.clock.now_s += 3.0
+        e.cache.tend()
     assert running.plan.failed == ("disk", TIMEOUT)
     e.cache.abort(running.plan)
     again = e.admit(tokens, after=running.plan)
