@@ -58,7 +58,9 @@ class TierMachine(RuleBasedStateMachine):
             in_flight_bytes=512,
             persist_eagerly=eager,
             costs=CostModel(
-                prefill_s_per_token=1.0, bytes_per_s=dict.fromkeys(("device", "host", "disk"), 1e12)
+                prefill_s_per_token=1.0,
+                learns=False,
+                bytes_per_s=dict.fromkeys(("device", "host", "disk"), 1e12),
             ),
         )
         self.engine.cache.disk.shelf.foreign_bytes = 128 * disk_parts // 3
