@@ -15,12 +15,13 @@ from typing import Any
 
 from bench.machine import MIB
 from bench.schedule import WAIT_S, Stream
+from cache_tiers.index import TIERS
 from runtime.engine import Engine
 from runtime.engine_builder import EngineOptions, build_engine
 from runtime.request import GenerationRequest, SamplingParams, TokenDelta
+from runtime.tier_options import TierOptions
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-DEVICE_TIERS = ("device",)
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,25 @@ def add_engine_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 @contextmanager
-def running_engine(args: argparse.Namespace, max_model_tokens: int) -> Iterator[Engine]:
+def running_engine(
+    args: argparse.Namespace,
+    max_model_tokens: int,
+    *,
+    max_concurrency: int = 2,
+    tiers: TierOptions | None = None,
+) -> Iterator[Engine]:
     """Built from the common flags; stopped at the end of the block."""
     engine = build_engine(
         EngineOptions(
             model_dir=args.model,
             dtype=args.dtype,
             max_model_tokens=max_model_tokens,
-            max_concurrency=2,
+            max_concurrency=max_concurrency,
             device_memory_bytes=None if args.device_mib is None else args.device_mib * MIB,
             grid_tokens=args.grid_tokens,
             prefill_tokens=args.prefill_tokens,
             kernels=args.kernels,
+            tiers=tiers or TierOptions(),
         )
     )
     engine.start()
@@ -102,7 +110,7 @@ def first_token(
 
 def forget(engine: Engine) -> None:
     """Empties the cache, so that no measurement pays for evicting what earlier ones left."""
-    engine.call(lambda cache: cache.flush(DEVICE_TIERS)).result(WAIT_S)
+    engine.flush(TIERS).result(WAIT_S)
 
 
 def wait_idle(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +34,30 @@ def test_messages_compares_few_and_many_of_the_same_tokens(capsys: pytest.Captur
         assert result["checkpoints_published"]["max"] <= 4
 
 
-def test_restore_reports_the_ratio_to_its_target(capsys: pytest.CaptureFixture[str]) -> None:
-    report = _report(capsys, restore, "--tokens", "330", "--copy-mib", "1")
-    assert (report["prompt_tokens"], report["restored_tokens"]) == (320, 256)
-    assert report["moved_bytes"] > 0
-    parts_s = report["moved_bytes"] / report["copy_bytes_s"]["max"] + report["grid_step_s"]["min"]
-    assert report["target_s"]["min"] >= 1.25 * parts_s + 0.005
-    assert report["hit_to_target"]["median"] > 0
+def test_restore_reports_the_ratio_to_its_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = (
+        "--tokens",
+        "330",
+        "--copy-mib",
+        "1",
+        "--tiers",
+        "device",
+        "host",
+        "disk",
+        "--dir",
+        str(tmp_path),
+    )
+    report = _report(capsys, restore, *flags)
+    assert report["prompt_tokens"] == 320
+    assert list(report["tiers"]) == ["device", "host", "disk"]
+    for result in report["tiers"].values():
+        assert result["restored_tokens"] == 256
+        parts_s = result["moved_bytes"] / result["rate_bytes_s"]["max"] + result["grid_step_s"]["min"]
+        assert result["target_s"]["min"] >= 1.25 * parts_s + 0.005
+        assert result["hit_to_target"]["median"] > 0
+    moved_bytes = {tier: result["moved_bytes"] for tier, result in report["tiers"].items()}
+    assert 0 < moved_bytes["device"] < moved_bytes["host"] == moved_bytes["disk"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("n_messages", [1, 4, 33])

@@ -1,0 +1,127 @@
+"""How are stores and restores made on purpose, without requests? One cached prompt goes behind the device and back.
+
+Everything is asked of a running engine, whose transfers move the bytes; the caller's thread waits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bench.schedule import WAIT_S
+from cache_tiers.costs import CostModel
+from cache_tiers.index import TIERS
+from cache_tiers.planning import Plan
+from cache_tiers.prefix_cache import PrefixCache
+from runtime.engine import Engine
+from runtime.tier_options import TierOptions
+
+POLL_S = 0.002
+PLACES = ("host", "disk", "composite")  # composite: by way of the host to the disk
+REQUEST_ID = "traffic"
+
+
+@contextmanager
+def behind(folder: Path | None, n_bytes: int) -> Iterator[TierOptions]:
+    """Host and disk tiers of n_bytes each, the disk's in a new folder inside `folder`."""
+    with tempfile.TemporaryDirectory(prefix="bench-tiers-", dir=folder) as path:
+        yield TierOptions(
+            host_bytes=n_bytes, host_reserve_bytes=0, disk_path=Path(path), disk_bytes=n_bytes, drain_s=0.0
+        )
+
+
+class TierTraffic:
+    """Moves the prefix of one prompt that the engine's cache holds on the device."""
+
+    def __init__(self, engine: Engine, token_ids: tuple[int, ...], salt: str):
+        self._engine = engine
+        self._tokens = np.asarray(token_ids, np.int32)
+        self._salt = salt
+
+    def put_away(self, place: str) -> None:
+        """From the device to `place`: it is nowhere else afterwards that would be faster."""
+        if place == "disk":
+            while self._engine.call(_keep_one).result(WAIT_S):
+                self._until_still()
+            self._engine.flush(TIERS[:2]).result(WAIT_S)
+            return
+        for tier in TIERS[:1] if place == "host" else TIERS[:2]:
+            while self._engine.demote(tier).result(WAIT_S):
+                time.sleep(POLL_S)
+        self._until_still()
+
+    def bring_back(self) -> None:
+        """To the device. Raises RuntimeError where it does not come."""
+        while (plan := self._engine.call(self._begin).result(WAIT_S)) is None:
+            time.sleep(POLL_S)
+        while plan.loading and not plan.failed:
+            time.sleep(POLL_S)
+        failed = plan.failed
+        self._engine.call(lambda cache: cache.abort(plan)).result(WAIT_S)
+        if failed is not None:
+            raise RuntimeError(f"the restore failed: {failed}")
+
+    def forget_copies(self) -> None:
+        """What the device has is nowhere else."""
+        self._engine.flush(TIERS[1:]).result(WAIT_S)
+
+    def cycle(self, place: str) -> None:
+        self.put_away(place)
+        self.bring_back()
+        self.forget_copies()
+
+    @contextmanager
+    def cycling(self, place: str) -> Iterator[None]:
+        """Cycles on a thread until the block ends."""
+        done = threading.Event()
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                while not done.is_set():
+                    self.cycle(place)
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="traffic")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _begin(self, cache: PrefixCache) -> Plan | None:
+        """Orders a restore, whatever computing would cost; None where there is no room now."""
+        costs, cache.costs = cache.costs, CostModel(prefill_s_per_token=1.0)
+        try:
+            plan = cache.lookup(self._tokens, request_id=REQUEST_ID, salt=self._salt)
+        finally:
+            cache.costs = costs
+        if not plan.sources:
+            cache.abort(plan)
+            raise ValueError("nothing is behind the device")
+        if not cache.begin_restore(plan):
+            cache.abort(plan)
+            return None
+        return plan
+
+    def _until_still(self) -> None:
+        while self._engine.call(lambda cache: cache.outbox.n_in_flight).result(WAIT_S):
+            time.sleep(POLL_S)
+
+
+def _keep_one(cache: PrefixCache) -> bool:
+    """Copies the next checkpoint to disk; one after the other, since they share their beginning."""
+    nodes = cache.worth_keeping()
+    for node in nodes[:1]:
+        cache.keep(node)
+    return bool(nodes)
