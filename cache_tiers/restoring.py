@@ -60,7 +60,7 @@ class Restorer:
         per_node = self._config.grid_tokens // self._config.page_tokens
         n_nodes = sum(not source.row for source in plan.sources)
         n_row_pages = self._config.row_pages if any(source.row for source in plan.sources) else 0
-        if not self._device.arena.can_ever_free(n_nodes * per_node + n_row_pages, "entries"):
+        if n_nodes * per_node + n_row_pages + len(plan.page_ids) > self._device.arena.capacity:
             plan.failed = (plan.chosen.tier or "", NO_ROOM)
             return False
         page_ids = reserve(n_nodes * per_node, "entries")

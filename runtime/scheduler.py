@@ -214,9 +214,18 @@ class Scheduler:
                     self.cache.abort(plan)
                 if waits:
                     continue
+                self._give_up_loaded(sequence)
                 break
             admissions.append(self._take_in(sequence, plan, page_ids, step))
         return admissions
+
+    def _give_up_loaded(self, first: Sequence) -> None:
+        """The first in the queue has no room: prefixes that others behind it have loaded must not be in its way. They
+        stay cached for as long as there is room."""
+        for sequence, plan in list(self._planned.items()):
+            if sequence is not first and not plan.loading and not plan.failed and not sequence.settles:
+                self.cache.abort(plan)
+                del self._planned[sequence]
 
     def _look_up(self, sequence: Sequence) -> Plan:
         plan = self._planned.pop(sequence, None)

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +89,9 @@ class Transfers:
         self._finished: deque[_Finished | Callable[[], None]] = deque()
         self._host: dict[int, HostPayload] = {}
         self._records: dict[int, tuple[bytes, str]] = {}  # handle on disk: digest and part
-        self._latest: dict[tuple[bytes, str], int] = {}  # the handle that the record's files belong to
+        self._holders: Counter[tuple[bytes, str]] = (
+            Counter()
+        )  # handles a record: its files go with the last one
         self._deleting = 0
         self._copies = _Lane("copy", 1)
         self._reads = _Lane("read", READ_THREADS if disk else 0)
@@ -140,7 +142,7 @@ class Transfers:
     def adopt(self, handle: int, digest: bytes, part: str) -> None:
         """A record that was found at start has this handle."""
         self._records[handle] = (digest, part)
-        self._latest[digest, part] = handle
+        self._holders[digest, part] += 1
 
     def stop(self) -> None:
         """What has not started never will; threads end with the process."""
@@ -185,14 +187,24 @@ class Transfers:
         self._cache.host.shelf.discarded.clear()
         shelf = self._cache.disk.shelf
         for handle in shelf.discarded:
-            record = self._records.pop(handle, None)
-            if record is None or self._latest.get(record) != handle:
-                shelf.reclaimed(handle)  # never written, or written anew since
+            record = self._let_go(handle)
+            if record is None:
+                shelf.reclaimed(handle)  # never written, or another handle has its files
                 continue
-            del self._latest[record]
             self._deleting += 1
             self._writes.put(lambda handle=handle, record=record: self._delete(handle, *record))
         shelf.discarded.clear()
+
+    def _let_go(self, handle: int) -> tuple[bytes, str] | None:
+        """The handle stands for no record any more; the record whose last handle it was."""
+        record = self._records.pop(handle, None)
+        if record is None:
+            return None
+        self._holders[record] -= 1
+        if self._holders[record]:
+            return None
+        del self._holders[record]
+        return record
 
     # ---- finishing, on the engine thread
 
@@ -206,8 +218,8 @@ class Transfers:
             if isinstance(job, Store):
                 if outcome == DONE and job.target == HOST:
                     self._host[job.handle] = finished.result
-                elif outcome != DONE and (record := self._records.pop(job.handle, None)) is not None:
-                    del self._latest[record]
+                elif outcome != DONE:
+                    self._let_go(job.handle)
                 self._cache.stored(job, outcome)
                 continue
             if job.cancelled:

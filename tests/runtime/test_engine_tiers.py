@@ -304,3 +304,41 @@ def test_other_numerics_give_way_when_the_budget_needs_their_room(tiered, uncach
     shelf = second.engine._cache.disk.shelf
     assert shelf.reserved_bytes + shelf.foreign_bytes <= 7 << 20
     assert second.counters.stores["disk", "done"] > n_foreign // 4
+
+
+def test_checkpoints_that_share_pages_are_persisted_at_once(tiered, uncached, tmp_path):
+    """Both stores write the same records; giving one up must not take the other's files."""
+    server = tiered(disk_path=tmp_path, disk_bytes=64 << 20)
+    shared = prompt_of(8, 3 * G)
+    prompts = [[*shared, *prompt_of(20 + n, 2 * G + 9)] for n in range(3)]
+    for prompt in prompts:
+        ask(server.engine, prompt, "a").last()
+        server.settle()
+
+    def persist_all(cache: PrefixCache) -> None:
+        for node in [node for node in cache.index.nodes.values() if node.checkpoint is not None]:
+            cache.demoter.persist(node, "persisted")
+
+    server.engine.call(persist_all).result(10)
+    server.settle()
+    server.engine.flush(["device"]).result(10)
+    for prompt in prompts:
+        again = ask(server.engine, prompt, "a")
+        assert credited(again) == 5 * G
+        same_answer(again, uncached(prompt))
+    assert not server.counters.restores["disk", "missing"]
+
+
+def test_prefixes_loaded_for_those_behind_are_in_nobodys_way(tiered, uncached):
+    """Eight long prompts come back at once to a device that holds two of them: each in its turn."""
+    server = tiered(**HOST, reserve_pages=4)
+    prompts = [prompt_of(seed, 12 * G + 9) for seed in range(8)]
+    for prompt in prompts:
+        ask(server.engine, prompt, "a").last()
+    server.demote()
+    answers = [ask(server.engine, prompt, "a") for prompt in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        credited(answer)
+        same_answer(answer, uncached(prompt))
+    assert server.counters.restores["host", "done"] >= 4
+    assert not server.counters.restores["host", "no_room"]
