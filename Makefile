@@ -53,11 +53,14 @@ serve: venv
 chat: venv
 	$(PY) serve.py chat $(ARGS)
 
+# Two processes, a file's tests in one of them: each has servers and compiled programs of its own.
+PYTEST = $(PY) -m pytest -n 2 --dist loadfile
+
 test: lint imports types
-	$(PY) -m pytest -m "not slow and not long" $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 test-all: lint imports types
-	$(PY) -m pytest -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
 qualify-long: venv
 	$(PY) -m pytest -m long $(ARGS)
