@@ -16,20 +16,25 @@ ADMIN_KEY = "admin-key"
 
 
 @pytest.fixture(scope="session")
-def server_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command line of a small server: few programs, few pages, a short queue, all tiers."""
-    disk = tmp_path_factory.mktemp("disk")
+def server_arguments() -> list[str]:
+    """The command line of a small server: few programs, few pages, a short queue, a host tier."""
     return [
         *("--model", str(shared_path("tiny_models/qwen3_5")), "--served-model-name", "tiny,org/alias"),
         *("--device-memory", "64MiB", "--max-model-len", str(MODEL_LEN_TOKENS)),
         *("--max-concurrency", "4", "--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "64"),
-        *("--host-cache", "32MiB", "--disk-cache", f"{disk}:64MiB", "--drain-seconds", "0.5"),
+        *("--host-cache", "32MiB", "--drain-seconds", "0.5"),
         *("--max-waiting", "40", "--max-body", "1MiB"),
         *("--enable-admin", "--admin-key", ADMIN_KEY, "--enable-faults"),
     ]
 
 
 @pytest.fixture(scope="session")
-def server(server_arguments: list[str]) -> Iterator[Client]:
-    with running_server(*server_arguments) as process:
+def all_tiers_arguments(server_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same with a disk tier, whose folder only one server can have."""
+    return [*server_arguments, "--disk-cache", f"{tmp_path_factory.mktemp('disk')}:64MiB"]
+
+
+@pytest.fixture(scope="session")
+def server(all_tiers_arguments: list[str]) -> Iterator[Client]:
+    with running_server(*all_tiers_arguments) as process:
         yield Client(process.url)

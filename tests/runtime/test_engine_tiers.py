@@ -212,7 +212,7 @@ def test_aborts_while_restoring_leak_nothing(tiered, uncached, tmp_path):
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
-        ("qwen3", 1),
+        pytest.param("qwen3", 1, marks=pytest.mark.slow),
         pytest.param("qwen3_next", 4, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", 2, marks=pytest.mark.slow),
     ],

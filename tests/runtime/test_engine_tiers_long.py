@@ -47,6 +47,7 @@ def test_a_long_conversation_beside_a_short_prompt_repeated(tiered, uncached):
     assert server.counters.restores["host", "done"] > 0
 
 
+@pytest.mark.slow  # other tests' engines, freed late, would count as its own: alone in its process
 def test_the_host_budget_is_the_processs_own_memory(tiered):
     budget_bytes = 192 * MIB
     server = tiered(host_bytes=budget_bytes, reserve_pages=6)

@@ -1,0 +1,175 @@
+"""Does a long conversation that grows starve a short prompt that is repeated beside it, or the other way round?
+
+A real engine in this process whose arena holds about one and a half of the long conversation, with a host tier behind
+it. The short prompt is asked alone first, warm; then every few seconds while the conversation takes its turns. Its
+requests that overlap a long turn's prefill are reported apart: they may wait for two of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.first_tokens import GREEDY, FirstToken, add_engine_flags, first_token, forget, running_engine
+from bench.machine import MIB, LoadMeter
+from bench.measuring import spread
+from bench.reporting import common_parser, print_report, use_cache
+from bench.schedule import WAIT_S, Stream
+from runtime.engine import Engine
+from runtime.request import GenerationRequest, TokenDelta
+from runtime.tier_options import TierOptions
+
+TARGET_RATIO = 1.5
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request of the short prompt: from `began_s`, and whether a long turn was being computed meanwhile."""
+
+    began_s: float
+    took_s: float
+    cached_tokens: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m bench beside`"""
+    parser = common_parser("beside", __doc__)
+    add_engine_flags(parser, rounds=6)
+    add = parser.add_argument
+    add("--long-tokens", type=int, default=40_960, metavar="N", help="of the conversation's first turn")
+    add("--turn-tokens", type=int, default=512, metavar="N", help="that each later turn adds")
+    add("--short-tokens", type=int, default=2048, metavar="N")
+    add("--every-s", type=float, default=1.0, help="between two requests of the short prompt")
+    args = parser.parse_args(argv)
+    use_cache(args)
+    most_tokens = args.long_tokens + args.rounds * args.turn_tokens + 64
+    arena_tokens = int(1.5 * most_tokens)
+    tiers = TierOptions(host_bytes=1024 * MIB, host_reserve_bytes=0)
+    with running_engine(args, most_tokens, max_concurrency=4, tiers=tiers) as engine:
+        held_tokens = engine.stats().pages_capacity * 64
+        if args.device_mib is None or not 1.2 * most_tokens < held_tokens < 2 * most_tokens:
+            parser.error(
+                f"the arena holds {held_tokens:,} tokens; give a --device-mib with which it holds"
+                f" about {arena_tokens:,}"
+            )
+        result = measure_beside(engine, args)
+    print_report(args, "beside", {"arena_tokens": held_tokens, **result}, table(result))
+    return 0
+
+
+def measure_beside(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the short prompt alone, beside, and overlapping a long prefill; what both of them reused."""
+    rng = np.random.default_rng(0)
+    short = tuple(rng.integers(3, 256, args.short_tokens).tolist())
+    conversation = tuple(rng.integers(3, 256, args.long_tokens).tolist())
+    meter = LoadMeter()
+    forget(engine)
+    solo = [first_token(engine, f"solo-{n}", short, "short") for n in range(9)][1:]
+    stop = threading.Event()
+    asked: list[_Asked] = []
+    failed: list[Exception] = []
+
+    def ask_again_and_again() -> None:
+        try:
+            for n in range(10**6):
+                if stop.wait(args.every_s):
+                    return
+                asked.append(_ask(engine, f"beside-{n}", short))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask_again_and_again)
+    thread.start()
+    prefills_s: list[tuple[float, float]] = []
+    turns: list[dict[str, Any]] = []
+    try:
+        known_tokens = 0
+        for turn in range(args.rounds):
+            began_s = time.perf_counter()
+            took = _ask(engine, f"long-{turn}", conversation, salt="long")
+            prefills_s.append((began_s, began_s + took.took_s))
+            turns.append(
+                {
+                    "prompt_tokens": len(conversation),
+                    "known_tokens": known_tokens,
+                    "cached_tokens": took.cached_tokens,
+                    "took_s": took.took_s,
+                }
+            )
+            known_tokens = len(conversation)
+            conversation += tuple(rng.integers(3, 256, args.turn_tokens).tolist())
+            time.sleep(3 * args.every_s)
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+    if failed:
+        raise failed[0]
+    apart = [one for one in asked if not _overlaps(one, prefills_s)]
+    beside = [one for one in asked if _overlaps(one, prefills_s)]
+    solo_s = statistics.median(token.took_s for token in solo)
+    apart_s = [one.took_s for one in apart]
+    return {
+        "solo_s": spread([token.took_s for token in solo]),
+        "apart_s": spread(apart_s),
+        "apart_ratio": statistics.median(apart_s) / solo_s,
+        "overlapping_s": spread([one.took_s for one in beside]) if beside else None,
+        "short_cached_tokens": spread([one.cached_tokens for one in asked]),
+        "short_full_tokens": _cached(solo),
+        "turns": turns,
+        "foreign_cores": meter.foreign_cores(),
+    }
+
+
+def _cached(tokens: Sequence[FirstToken]) -> int:
+    return max(token.cached_tokens for token in tokens)
+
+
+def _overlaps(one: _Asked, prefills_s: Sequence[tuple[float, float]]) -> bool:
+    return any(one.began_s < end_s and one.began_s + one.took_s > began_s for began_s, end_s in prefills_s)
+
+
+def _ask(engine: Engine, request_id: str, token_ids: tuple[int, ...], salt: str = "short") -> _Asked:
+    """One token, whoever else is served."""
+    stream, last = Stream(), []
+
+    def deliver(delta: TokenDelta) -> None:
+        last.append(delta)
+        stream.deliver(delta)
+
+    began_s = time.perf_counter()
+    engine.submit(GenerationRequest(request_id, token_ids, GREEDY, cache_salt=salt), deliver)
+    stream.wait(stream.done)
+    usage = last[-1].usage
+    if usage is None:
+        raise RuntimeError(f"{request_id}: {last[-1].error}")
+    return _Asked(began_s, stream.times_s[0] - began_s, usage.cached_tokens)
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    solo, apart, over = result["solo_s"], result["apart_s"], result["overlapping_s"]
+    lines = [
+        f"  short prompt alone, warm         {1e3 * solo['median']:7.1f} ms",
+        f"  beside, no long prefill          {1e3 * apart['median']:7.1f} ms, {result['apart_ratio']:.2f} of alone"
+        f" (target {TARGET_RATIO})",
+    ]
+    if over is not None:
+        lines.append(
+            f"  overlapping a long prefill       {1e3 * over['median']:7.1f} ms (max {1e3 * over['max']:.1f})"
+        )
+    least_tokens = result["short_cached_tokens"]["min"]
+    lines.append(
+        f"  short prompt reused at least     {least_tokens:.0f} of {result['short_full_tokens']} tokens"
+    )
+    for turn in result["turns"]:
+        lines.append(
+            f"  long turn of {turn['prompt_tokens']:,}: {turn['cached_tokens']:,} of {turn['known_tokens']:,} known"
+            f" tokens reused, {turn['took_s']:.2f} s"
+        )
+    return [*lines, f"  foreign cores {result['foreign_cores']}"]
