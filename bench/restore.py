@@ -147,12 +147,6 @@ def measure_restore(
     prompt = tuple(rng.integers(3, 256, n_tokens).tolist())
     traffic = TierTraffic(engine, prompt, PROMPT_SALT)
     meter = LoadMeter()
-    engine.call(
-        lambda cache: cache.costs.start_from(cache.costs.rates() | {"prefill_s_per_token": 1.0})
-    ).result()
-    engine.call(
-        lambda cache: setattr(cache.costs, "learns", False)
-    ).result()  # what a restore takes, chosen or not
     hits: dict[str, list[_Hit]] = {tier: [] for tier in tiers}
     for round_ in range(-1, n_rounds):  # round -1 touches all memory and is not counted
         forget(engine)

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from bench.schedule import WAIT_S
-from cache_tiers.costs import CostModel
 from cache_tiers.index import TIERS
 from cache_tiers.planning import Plan
 from cache_tiers.prefix_cache import PrefixCache
@@ -37,18 +36,20 @@ def behind(folder: Path | None, n_bytes: int) -> Iterator[TierOptions]:
 
 
 class TierTraffic:
-    """Moves the prefix of one prompt that the engine's cache holds on the device."""
+    """Moves the prefix of one prompt that the engine's cache holds on the device. From now on the engine restores
+    whatever it can."""
 
     def __init__(self, engine: Engine, token_ids: tuple[int, ...], salt: str):
         self._engine = engine
         self._tokens = np.asarray(token_ids, np.int32)
         self._salt = salt
+        engine.call(_always_restore).result(WAIT_S)
 
     def put_away(self, place: str) -> None:
         """From the device to `place`: it is nowhere else afterwards that would be faster."""
         if place == "disk":
-            while self._engine.call(_keep_one).result(WAIT_S):
-                self._until_still()
+            self._engine.call(_keep_all).result(WAIT_S)
+            self._until_still()
             self._engine.flush(TIERS[:2]).result(WAIT_S)
             return
         for tier in TIERS[:1] if place == "host" else TIERS[:2]:
@@ -100,12 +101,8 @@ class TierTraffic:
             raise errors[0]
 
     def _begin(self, cache: PrefixCache) -> Plan | None:
-        """Orders a restore, whatever computing would cost; None where there is no room now."""
-        costs, cache.costs = cache.costs, CostModel(prefill_s_per_token=1.0)
-        try:
-            plan = cache.lookup(self._tokens, request_id=REQUEST_ID, salt=self._salt)
-        finally:
-            cache.costs = costs
+        """Orders a restore; None where there is no room now."""
+        plan = cache.lookup(self._tokens, request_id=REQUEST_ID, salt=self._salt)
         if not plan.sources:
             cache.abort(plan)
             raise ValueError("nothing is behind the device")
@@ -119,9 +116,12 @@ class TierTraffic:
             time.sleep(POLL_S)
 
 
-def _keep_one(cache: PrefixCache) -> bool:
-    """Copies the next checkpoint to disk; one after the other, since they share their beginning."""
-    nodes = cache.worth_keeping()
-    for node in nodes[:1]:
+def _always_restore(cache: PrefixCache) -> None:
+    """What can be restored is, whatever computing would take: it is restores that are measured."""
+    cache.costs.prefill_s_per_token, cache.costs.learns = 1.0, False
+
+
+def _keep_all(cache: PrefixCache) -> None:
+    """Copies all live checkpoints to disk."""
+    for node in cache.worth_keeping():
         cache.keep(node)
-    return bool(nodes)
