@@ -20,7 +20,7 @@ from cache_tiers.device_tier import DeviceTier
 from cache_tiers.index import DEVICE, DISK, HOST, TIERS, Index, Node
 from cache_tiers.shelf import ShelfTier
 from cache_tiers.tier import NO_ROW
-from cache_tiers.transfer_jobs import CANCELLED, DONE, FAILURES, LEAST_TURNS, Outbox, Store
+from cache_tiers.transfer_jobs import CANCELLED, DONE, FAILURES, Outbox, Store
 
 EVICTED, PERSISTED, DRAINED = "evicted", "persisted", "drained"  # why a part was stored
 FLUSH = "flush"
@@ -72,7 +72,7 @@ class Demoter:
         self.retiring: dict[tuple[int, Node], Demotion] = {}
         self.retries: dict[tuple[int, Node], _Retry] = {}
         self.to_persist: deque[Node] = deque()
-        self._turns_s: deque[float] = deque(maxlen=LEAST_TURNS)
+        self._coming: set[tuple[Node, bool]] = set()  # parts on their way to disk
 
     # ---- room
 
@@ -100,7 +100,6 @@ class Demoter:
         if self._target(DEVICE) is None:
             return
         now_s, config, arena = self._clock(), self._config, self._device.arena
-        self._turns_s.append(now_s)
         self._retry(now_s)
         while (
             self._may_store()
@@ -127,9 +126,9 @@ class Demoter:
         while at.parent is not None:
             path.append(at)
             at = at.parent
-        parts = [(at, False) for at in reversed(path) if at.pages[DISK] is None]
-        if self._config.row_pages and node.checkpoint.rows[DISK] is None:
-            parts.append((node, True))
+        parts = [(at, False) for at in reversed(path)] + [(node, True)] * (self._config.row_pages > 0)
+        # What others have ordered need not be written once more: checkpoints of one prompt share their beginning.
+        parts = [part for part in parts if _place(*part, DISK) is None and part not in self._coming]
         if not parts:
             return False
         if not self._room_on_shelf(DISK, self._cost(parts, DISK), self._clock()):
@@ -156,6 +155,8 @@ class Demoter:
         self._outbox.n_in_flight -= 1
         self._counters.stores[TIERS[job.target], outcome] += 1
         shelf = self._shelves[job.target].shelf
+        if job.target == DISK:
+            self._coming.discard((job.node, job.row))
         if outcome == DONE:
             self._counters.moved(
                 TIERS[job.source], TIERS[job.target], job.n_bytes, self._clock() - job.began_s
@@ -226,13 +227,7 @@ class Demoter:
             self._counters.skipped("no_room")
             self.retries[tier, node] = _Retry(now_s, now_s + self._config.retry_s, "no_room", target)
         else:
-            at = self._tiers[tier]
-            room = (
-                self._device.n_freed_pages(node)
-                if isinstance(at, DeviceTier)
-                else self._shelves[tier].n_freed_bytes(node)
-            )
-            demotion = Demotion(node, tier, target, cause, now_s, room)
+            demotion = Demotion(node, tier, target, cause, now_s, self._tiers[tier].n_freed(node))
             self.retiring[tier, node] = demotion
             self._issue(demotion, parts)
 
@@ -247,10 +242,9 @@ class Demoter:
         handle = self._shelves[target].shelf.reserve(n_bytes)
         assert handle is not None, "room was made before"
         place = _place(node, row, source)
-        if source == DEVICE:
-            self._device.arena.share(place)
-        else:
-            self._shelves[source].shelf.share(place)
+        self._tiers[source].pin(place)
+        if target == DISK:
+            self._coming.add((node, row))
         job = Store(node, row, source, place, target, handle, n_bytes, reason, self._clock(), demotion)
         if demotion is not None:
             demotion.waiting.append(job)
@@ -260,10 +254,7 @@ class Demoter:
 
     def _unpin(self, job: Store) -> None:
         job.pins_source = False
-        if job.source == DEVICE:
-            self._device.arena.release(job.source_place)
-        else:
-            self._shelves[job.source].shelf.release(job.source_place)
+        self._tiers[job.source].unpin(job.source_place)
 
     def _put(self, job: Store) -> None:
         """Hangs what was stored on its node, if that is still there, has the same bytes, and lacks it."""
@@ -285,7 +276,7 @@ class Demoter:
         node, tier, now_s = demotion.node, demotion.source, self._clock()
         del self.retiring[tier, node]
         checkpoint = node.checkpoint
-        if checkpoint is None or checkpoint.rows[tier] is None:
+        if checkpoint is None or node.row_in(tier) is None:
             return
         if demotion.failed is not None:
             if demotion.failed != CANCELLED:
@@ -310,7 +301,7 @@ class Demoter:
 
     def _evict(self, node: Node, tier: int, cause: str, now_s: float) -> None:
         self.retries.pop((tier, node), None)
-        if node.checkpoint is not None and node.checkpoint.rows[tier] is not None:
+        if node.row_in(tier) is not None:
             self._tiers[tier].evict(node, cause, now_s)
 
     def _missing(self, node: Node, tier: int, target: int) -> list[tuple[Node, bool]]:
@@ -367,7 +358,7 @@ class Demoter:
 
     def _give_up_waiting(self, tier: int, now_s: float) -> bool:
         """Drops the oldest victim whose store takes too long, or was refused for too long. False: none yet."""
-        limit_s = min([now_s - self._config.store_deadline_s, *self._turns_s])
+        limit_s = self._outbox.late_since_s(now_s, self._config.store_deadline_s)
         for (at, node), demotion in self.retiring.items():
             if at == tier and demotion.began_s <= limit_s:
                 self._cancel(demotion)
@@ -394,8 +385,7 @@ class Demoter:
             if retry.next_s > now_s or not self._may_store():
                 continue
             del self.retries[tier, node]
-            checkpoint = node.checkpoint
-            if checkpoint is None or checkpoint.rows[tier] is None:
+            if node.row_in(tier) is None:
                 continue
             self._counters.retried(retry.reason)
             self._demote(node, tier, "reserve", now_s)
@@ -419,6 +409,4 @@ class Demoter:
 
 
 def _place(node: Node, row: bool, tier: int) -> Any:
-    if not row:
-        return node.pages[tier]
-    return node.checkpoint.rows[tier] if node.checkpoint is not None else None
+    return node.row_in(tier) if row else node.pages[tier]

@@ -44,7 +44,7 @@ class DeviceTier(Tier):
 
     def frees(self, node: Node, use: str) -> bool:
         arena = self.arena
-        row_ids = node.checkpoint.rows[DEVICE] if node.checkpoint is not None else None
+        row_ids = node.row_in(DEVICE)
         if row_ids and arena.is_pinned(row_ids[0]):
             return False
         if row_ids and arena.counts_for(ROWS, use):
@@ -55,8 +55,16 @@ class DeviceTier(Tier):
             not all(arena.is_pinned(page_id) for page_id in at.pages[DEVICE] or ()) for at in self.chain(node)
         )
 
-    def n_freed_pages(self, node: Node) -> int:
-        """Pages that dropping its checkpoint gives back now."""
-        row_ids = (node.checkpoint.rows[DEVICE] if node.checkpoint is not None else None) or ()
-        ids = [*row_ids, *(page_id for at in self.chain(node) for page_id in at.pages[DEVICE] or ())]
+    def pin(self, place: tuple[int, ...]) -> None:
+        self.arena.share(place)
+
+    def unpin(self, place: tuple[int, ...]) -> None:
+        self.arena.release(place)
+
+    def n_freed(self, node: Node) -> int:
+        """In pages."""
+        ids = [
+            *(node.row_in(DEVICE) or ()),
+            *(page_id for at in self.chain(node) for page_id in at.pages[DEVICE] or ()),
+        ]
         return sum(not self.arena.is_pinned(page_id) for page_id in ids)

@@ -72,6 +72,10 @@ class Node:
         self.decoded = False  # the pages of this node, or of an ancestor, were made by decode steps
         self.compacted = False  # it had a row before
 
+    def row_in(self, tier: int) -> Any:
+        """Where its saved row lies in this tier; None where there is none."""
+        return self.checkpoint.rows[tier] if self.checkpoint is not None else None
+
     @property
     def is_resident(self) -> bool:
         """Whether any tier holds its pages or its row."""

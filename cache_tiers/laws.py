@@ -25,7 +25,7 @@ def law_pages_conserved(cache: PrefixCache) -> None:
     counted = [0] * (cache.arena.capacity + 1)
     n_row_pages = 0
     for node in cache.index.nodes.values():
-        row = node.checkpoint.rows[DEVICE] if node.checkpoint else None
+        row = node.row_in(DEVICE)
         for page_id in (*(node.pages[DEVICE] or ()), *(row or ())):
             counted[page_id] += 1
         n_row_pages += len(row or ())
@@ -66,7 +66,7 @@ def law_rows_at_ends(cache: PrefixCache) -> None:
         pages = node.pages[DEVICE]
         if pages is not None and len(pages) * config.page_tokens != config.grid_tokens:
             raise BrokenLaw(f"node at {node.end_tokens} has {len(pages)} pages")
-        row = node.checkpoint.rows[DEVICE] if node.checkpoint else None
+        row = node.row_in(DEVICE)
         if row is not None and len(row) != config.row_pages:
             raise BrokenLaw(f"row at {node.end_tokens} has {len(row)} pages")
         if row is not None and pages is None:
@@ -86,7 +86,7 @@ def law_pinned_is_no_victim(cache: PrefixCache) -> None:
 def law_nothing_unfinished_is_matched(cache: PrefixCache) -> None:
     """No node refers to a row that was not published, and rows and entries never share a page."""
     for node in cache.index.nodes.values():
-        row = (node.checkpoint.rows[DEVICE] if node.checkpoint else None) or ()
+        row = node.row_in(DEVICE) or ()
         for page_id in (*(node.pages[DEVICE] or ()), *row):
             if page_id in cache.unpublished_row_ids:
                 raise BrokenLaw(f"page {page_id} of an unfinished row can be matched")
@@ -108,8 +108,7 @@ def law_ancestors_stay(cache: PrefixCache) -> None:
             raise BrokenLaw(
                 f"node at {node.end_tokens} counts {node.n_children_in[DEVICE]} children of {n_children}"
             )
-        has_row = node.checkpoint is not None and node.checkpoint.rows[DEVICE] is not None
-        if node.pages[DEVICE] is not None and not n_children and not has_row:
+        if node.pages[DEVICE] is not None and not n_children and node.row_in(DEVICE) is None:
             raise BrokenLaw(f"node at {node.end_tokens} stays on the device, but no row there needs it")
         if not node.children and node.checkpoint is None:
             raise BrokenLaw(f"node at {node.end_tokens} stays, but no saved row needs it")
@@ -125,7 +124,7 @@ def law_handles(cache: PrefixCache) -> None:
         n_pinned = sum(references.values())
         seen: set[int] = set()
         for node in cache.index.nodes.values():
-            row = node.checkpoint.rows[tier.number] if node.checkpoint is not None else None
+            row = node.row_in(tier.number)
             parts = ((node.pages[tier.number], config.node_part_bytes), (row or None, config.row_part_bytes))
             for place, part_bytes in parts:
                 if place is None:

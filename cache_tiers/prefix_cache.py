@@ -241,6 +241,7 @@ class PrefixCache:
 
     def tend(self) -> None:
         """Once a turn: room ahead of need, retries, deadlines."""
+        self.outbox.turn(self._clock())
         self.restorer.check_deadlines()
         self.demoter.tend()
 
@@ -336,7 +337,7 @@ class PrefixCache:
                 continue
             for node in self._held_by(tier):
                 self.demoter.forget(node, tier.number)
-                if node.checkpoint is not None and node.checkpoint.rows[tier.number] is not None:
+                if node.row_in(tier.number) is not None:
                     tier.evict(node, "flush", now_s)
             for node in [n for n in self.index.nodes.values() if n.pages[tier.number] is not None]:
                 tier.drop_pages(node)  # of rows in other tiers, which stay, perhaps out of reach
@@ -367,8 +368,9 @@ class PrefixCache:
     def _held_by(self, tier: Tier) -> list[Node]:
         """The nodes whose checkpoint the tier has, the deepest first."""
         nodes = self.index.nodes.values()
-        held = [n for n in nodes if n.checkpoint is not None and n.checkpoint.rows[tier.number] is not None]
-        return sorted(held, key=lambda node: -node.end_tokens)
+        return sorted(
+            (n for n in nodes if n.row_in(tier.number) is not None), key=lambda node: -node.end_tokens
+        )
 
     def summary(self) -> dict[str, Any]:
         """Counts for GET /admin/cache."""

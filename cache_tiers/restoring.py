@@ -7,7 +7,6 @@ fails the plan: the request aborts it and looks up again, and what was damaged o
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from cache_tiers.arena import ROWS
@@ -19,7 +18,7 @@ from cache_tiers.index import DEVICE, TIERS, Ghost, Index
 from cache_tiers.planning import OPEN, Plan
 from cache_tiers.shelf import ShelfTier
 from cache_tiers.tier import NO_ROW
-from cache_tiers.transfer_jobs import CANCELLED, DONE, LEAST_TURNS, NO_ROOM, TIMEOUT, Load, Outbox
+from cache_tiers.transfer_jobs import CANCELLED, DONE, NO_ROOM, TIMEOUT, Load, Outbox
 
 
 class Restorer:
@@ -39,9 +38,6 @@ class Restorer:
         self._config, self._index, self._device, self._shelves = config, index, device, shelves
         self._counters, self._costs, self._outbox, self._clock = counters, costs, outbox, clock
         self.plans: list[Plan] = []  # those that are loading
-        self._turns_s: deque[float] = deque(
-            maxlen=LEAST_TURNS
-        )  # a load may take so many, however long they are
 
     def pin(self, plan: Plan) -> None:
         """Nothing the plan needs may go before it was read."""
@@ -115,9 +111,7 @@ class Restorer:
 
     def check_deadlines(self) -> None:
         """A request waits for a restore no longer than the deadline, then computes instead."""
-        now_s = self._clock()
-        self._turns_s.append(now_s)
-        limit_s = min([now_s - self._config.read_deadline_s, *self._turns_s])
+        limit_s = self._outbox.late_since_s(self._clock(), self._config.read_deadline_s)
         for plan in list(self.plans):
             if plan.load_began_s <= limit_s:
                 self._fail(plan, plan.chosen.tier or "", TIMEOUT)

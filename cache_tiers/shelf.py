@@ -34,9 +34,7 @@ class Shelf:
         self.reserved_bytes = 0
         self.resident_bytes = 0
         self.leaving_bytes = 0  # of those reserved: nobody refers to them, they are being removed
-        self.foreign_bytes = (
-            0  # on disk: records of other identities, which give way when the budget needs it
-        )
+        self.foreign_bytes = 0  # on disk: other identities' records, which give way when the budget needs it
         self.discarded: list[int] = []  # handles that the movers are to forget
         self._reclaims = reclaims
         self._entries: dict[int, _Entry] = {}
@@ -151,14 +149,20 @@ class ShelfTier(Tier):
         self.shelf.release(place)
 
     def frees(self, node: Node, use: str) -> bool:
-        row = node.checkpoint.rows[self.number] if node.checkpoint is not None else None
+        row = node.row_in(self.number)
         if row is not None and row != NO_ROW:
             return not self.shelf.is_pinned(row)
         return any(not self.shelf.is_pinned(at.pages[self.number]) for at in self.chain(node))
 
-    def n_freed_bytes(self, node: Node) -> int:
-        """Bytes that dropping its checkpoint gives back now."""
-        row = node.checkpoint.rows[self.number] if node.checkpoint is not None else None
+    def pin(self, place: int) -> None:
+        self.shelf.share(place)
+
+    def unpin(self, place: int) -> None:
+        self.shelf.release(place)
+
+    def n_freed(self, node: Node) -> int:
+        """In bytes."""
+        row = node.row_in(self.number)
         handles = [at.pages[self.number] for at in self.chain(node)]
         if row is not None and row != NO_ROW:
             handles.append(row)

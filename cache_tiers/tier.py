@@ -49,6 +49,18 @@ class Tier(ABC):
         """A node refers to it no longer."""
 
     @abstractmethod
+    def pin(self, place: Any) -> None:
+        """Keeps what is in this place from going until `unpin`: a transfer reads it."""
+
+    @abstractmethod
+    def unpin(self, place: Any) -> None:
+        """Takes a pin back."""
+
+    @abstractmethod
+    def n_freed(self, node: Node) -> int:
+        """Room that dropping the node's checkpoint gives back now, in the tier's unit."""
+
+    @abstractmethod
     def frees(self, node: Node, use: str) -> bool:
         """Whether dropping the node's checkpoint gives room for `use` in this tier: nothing pinned does."""
 
@@ -83,7 +95,7 @@ class Tier(ABC):
     def evict(self, node: Node, cause: str, now_s: float) -> None:
         """Drops the checkpoint from this tier, with the pages that nothing here needs any more."""
         checkpoint = node.checkpoint
-        assert checkpoint is not None and checkpoint.rows[self.number] is not None
+        assert checkpoint is not None and node.row_in(self.number) is not None
         parent, leaving = node.parent, list(self.chain(node))
         self.counters.evicted(self.name, cause)
         for at in leaving:
@@ -140,15 +152,13 @@ class Tier(ABC):
         at: Node | None = node
         while at is not None and at.parent is not None and at.pages[self.number] is not None:
             n_below = at.n_children_in[self.number] - (at is not node)
-            has_row = at is not node and at.checkpoint is not None
-            if n_below > 0 or (has_row and at.checkpoint.rows[self.number] is not None):  # type: ignore[union-attr]
+            if n_below > 0 or (at is not node and at.row_in(self.number) is not None):
                 return
             yield at
             at = at.parent
 
     def _update(self, node: Node) -> None:
-        checkpoint = node.checkpoint
-        if checkpoint is not None and checkpoint.rows[self.number] is not None and self._may_go(node):
+        if node.row_in(self.number) is not None and self._may_go(node):
             self.policy.update(node)
 
     def _may_go(self, node: Node) -> bool:

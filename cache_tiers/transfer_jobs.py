@@ -8,6 +8,7 @@ be carried out, only reported.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,15 @@ class Outbox:
     )
     in_flight_bytes: int = 0  # of stores, fetched or not
     n_in_flight: int = 0  # of stores and loads
+    _turns_s: deque[float] = field(default_factory=lambda: deque(maxlen=LEAST_TURNS))
+
+    def turn(self, now_s: float) -> None:
+        """A turn of the engine begins."""
+        self._turns_s.append(now_s)
+
+    def late_since_s(self, now_s: float, deadline_s: float) -> float:
+        """Jobs that began then or before are late: longer than the deadline, and LEAST_TURNS turns."""
+        return min([now_s - deadline_s, *self._turns_s])
 
     def take(self) -> tuple[list[Store], list[Load], int]:
         """What came since the last call."""

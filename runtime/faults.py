@@ -12,7 +12,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-OPERATIONS, TIERS = ("store", "load"), ("host", "disk")
+from cache_tiers.index import HOST, TIERS
+
+OPERATIONS, BEHIND = ("store", "load"), TIERS[HOST:]
 ACTIONS = ("delay", "fail", "full", "truncate", "corrupt")
 
 
@@ -39,7 +41,7 @@ class FaultRule:
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("operation", self.operation, OPERATIONS),
-            ("tier", self.tier, TIERS),
+            ("tier", self.tier, BEHIND),
             ("action", self.action, ACTIONS),
         ):
             if value not in allowed:

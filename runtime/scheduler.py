@@ -133,9 +133,8 @@ class Scheduler:
             self.cache.release(checkpoint.row_page_ids, last_step=step)
             return
         sequence.awaited_ends_tokens.discard(end_tokens)
-        if (
-            end_tokens > len(plan.path.digests) * self.config.grid_tokens
-        ):  # of the reply, whose tokens are read by now
+        if end_tokens > len(plan.path.digests) * self.config.grid_tokens:
+            # Of the reply, whose tokens are read by now.
             tokens = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)
             self.cache.extend(plan, tokens[:end_tokens])
         decoded = end_tokens > sequence.prompt_tokens

@@ -23,7 +23,6 @@ CGROUP_FOLDER = Path("/sys/fs/cgroup")
 RESERVE_SHARE = 1 / 16  # of a tier, at most, that is kept free ahead of need
 AUTO_SHARE = 0.5  # of what is free beyond the reserve
 CPU_RATE_BYTES_PER_S = 400 * 10**6  # a guess: `bench isolation` is to choose it
-RECORD_PARTS = (PAGES, ROW)
 
 
 class HostMemoryRefused(ValueError):

@@ -89,9 +89,9 @@ class Transfers:
         self._finished: deque[_Finished | Callable[[], None]] = deque()
         self._host: dict[int, HostPayload] = {}
         self._records: dict[int, tuple[bytes, str]] = {}  # handle on disk: digest and part
-        self._holders: Counter[tuple[bytes, str]] = (
-            Counter()
-        )  # handles a record: its files go with the last one
+        # How many handles a record has: its files go with the last one.
+        self._holders: Counter[tuple[bytes, str]] = Counter()
+        self._identity = cache.identity.digest()
         self._deleting = 0
         self._copies = _Lane("copy", 1)
         self._reads = _Lane("read", READ_THREADS if disk else 0)
@@ -176,7 +176,7 @@ class Transfers:
         if job.target == HOST:
             self._copies.put(lambda: self._run(job, lambda: self._device_to_host(words)))
         else:
-            header = _header(self._cache, job)
+            header = _header(self._identity, job)
             self.adopt(job.handle, job.node.digest, header.part)
             self._writes.put(lambda: self._run(job, lambda: self._write(header, words)))
 
@@ -382,10 +382,10 @@ def _parent(node: Node) -> Node:
     return node.parent
 
 
-def _header(cache: PrefixCache, job: Store) -> RecordHeader:
+def _header(identity: bytes, job: Store) -> RecordHeader:
     node, checkpoint = job.node, job.node.checkpoint
     return RecordHeader(
-        identity=cache.identity.digest(),
+        identity=identity,
         root=node.root.digest,
         digest=node.digest,
         parent=_parent(node).digest,

@@ -148,10 +148,11 @@ def test_a_store_in_flight_keeps_nobody_from_its_source(case: str) -> None:
     e.cache.demote_all("device")
     e.mover.fetch()  # the stores stall
     assert e.mover.jobs
-    plan = e.run(tokens) if False else e.admit(tokens)
-    assert plan is not None and plan.plan.restored_tokens == 6 * G and plan.plan.chosen.tier == "device"
-    e.commit(plan)
-    e.finish(plan)
+    running = e.admit(tokens)
+    assert running is not None and running.plan.restored_tokens == 6 * G
+    assert running.plan.chosen.tier == "device"
+    e.commit(running)
+    e.finish(running)
     e.mover.settle()
     assert e.cache.counters.rescued > 0 and e.reused(tokens) == 6 * G
     e.idle()
@@ -245,6 +246,8 @@ def test_a_refused_store_is_retried_when_there_is_room(case: str) -> None:
         e.clock.now_s += 1.0
         e.cache.tend()
         e.mover.settle()
+    assert e.cache.counters.retries["no_room"] >= 1
+    assert node.pages[HOST] is not None
     e.idle()
 
 
