@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import random
 import secrets
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from qualify.client import Answer, Client, ServerError
+from qualify.command import probe_parser, run_probe
 
-EXIT_CODES = {"passed": 0, "fault": 1, "unproven": 3}
 EXTENSION_TOKENS = 40
 FORK_BACK_TOKENS = 30  # the forked prompt leaves the first one so far before its end,
 FORK_TOKENS = 50  # and goes on for this long
@@ -125,41 +122,17 @@ class Judge:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m qualify boundary`"""
-    args = _parser().parse_args(argv)
-    try:
-        client = Client(args.url, args.api_key, args.model)
-        client.detect()
-        report = probe(client, args)
-    except ServerError as error:
-        print(f"boundary: {error}", file=sys.stderr)
-        return 2
-    if args.json is None:
-        print("\n".join(table(report)))
-    elif args.json == "-":
-        print(json.dumps(report))
-    else:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(_summary(report))
-    return EXIT_CODES[report["verdict"]]
+    return run_probe("boundary", _parser().parse_args(argv), probe, table)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m qualify boundary",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = probe_parser("boundary", __doc__)
     add = parser.add_argument
-    add("--url", required=True, help="of the server, with or without /v1")
-    add("--api-key", metavar="KEY")
-    add("--model", metavar="NAME", help="default: the first of /v1/models")
     add("--grid-tokens", type=_positive, metavar="G", help="default: inferred from what is reused")
     add("--context-tokens", type=_positive, metavar="N", help="where /v1/models does not tell it")
     add("--others", type=int, default=0, metavar="K", help="requests that run meanwhile")
     add("--fixed-bucket", action="store_true", help="the server's decode steps have one shape")
     add("--quick", action="store_true", help="16 tokens an answer instead of 64")
-    add("--seed", type=int, help="of the prompts (default: drawn, so that no earlier run has cached them)")
-    add("--json", nargs="?", const="-", metavar="OUT", help="the result as JSON, to OUT or the terminal")
     return parser
 
 

@@ -15,23 +15,20 @@ could not run, 3 nothing was proven (the server reuses nothing, or does not tell
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import secrets
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qualify.client import Answer, Client, ServerError
+from qualify.command import probe_parser, run_probe
 from qualify.server_metrics import refusals, tier_gauges
 
-EXIT_CODES = {"passed": 0, "fault": 1, "unproven": 3}
 ORDERS = ("forward", "reverse")
 # Each is one token in most vocabularies, so that every order of the same words has the same length.
 WORDS = """the of and to in a is that for it as was with be by on not he his but at are this have from or had an
@@ -52,35 +49,13 @@ class Timed:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m qualify replay`"""
-    args = _parser().parse_args(argv)
-    try:
-        client = Client(args.url, args.api_key, args.model)
-        client.detect(chat=True)
-        report = probe(client, args)
-    except ServerError as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return 2
-    if args.json is None:
-        print("\n".join(table(report)))
-    elif args.json == "-":
-        print(json.dumps(report))
-    else:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(table(report)[0])
-    return EXIT_CODES[report["verdict"]]
+    return run_probe("replay", _parser().parse_args(argv), probe, table, chat=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m qualify replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = probe_parser("replay", __doc__)
     add = parser.add_argument
-    add("--url", required=True, help="of the server, with or without /v1")
-    add("--api-key", metavar="KEY")
     add("--metrics-key", metavar="KEY", help="of /metrics, where it has one")
-    add("--model", metavar="NAME", help="default: the first of /v1/models")
     add("--prompts", type=int, default=52, metavar="N")
     add("--tokens", type=int, default=2600, metavar="N", help="of each prompt, about")
     add("--answer-tokens", type=int, default=8, metavar="N")
@@ -88,8 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="of the replays, one after the other")
     add("--least-forward", type=int, metavar="N", help="prompts that must be restored (default: all)")
     add("--least-reverse", type=int, metavar="N")
-    add("--seed", type=int, help="of the prompts (default: drawn, so that no earlier run has cached them)")
-    add("--json", nargs="?", const="-", metavar="OUT", help="the result as JSON, to OUT or the terminal")
     return parser
 
 

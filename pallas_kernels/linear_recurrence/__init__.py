@@ -35,9 +35,28 @@ _BUILT = {
 MOST_DRAFT_TOKENS = 8
 
 
-def _check_heads(kernel: str, sizes: dict[str, int]) -> None:
+def _check_rule(
+    kernel: str,
+    tokens: str,
+    inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
+    state: dict[str, jax.Array],
+    **slots: tuple[jax.Array, str],
+) -> dict[str, int]:
+    """Sizes by axis letter of a rule's q, k, v, log decay and beta over the axes `tokens`, its float32 state and its
+    int32 slots (name -> (array, axis letters)). The decay has an axis d where each channel has its own.
+    """
+    names = (f"q_{tokens}kd", f"k_{tokens}kd", f"v_{tokens}hv", f"log_decay_{tokens}h", f"beta_{tokens}h")
+    letters = [name.rpartition("_")[2] for name in names]
+    letters[3] = f"{letters[3]}d"[: inputs[3].ndim]
+    axes = dict(zip(names, zip(inputs, letters, strict=True), strict=True))
+    axes |= {name: (array, name.rpartition("_")[2]) for name, array in state.items()}
+    sizes = _checks.axes(kernel, axes | slots)
     if sizes["h"] % sizes["k"]:
         raise ValueError(f"{kernel}: {sizes['h']} value heads are not a multiple of {sizes['k']} key heads")
+    _checks.floating(kernel, **dict(zip(names, inputs, strict=True)))
+    _checks.of_dtype(kernel, jnp.float32, **state)
+    _checks.integer(kernel, **{name: array for name, (array, _) in slots.items()})
+    return sizes
 
 
 def gated_delta_tile(
@@ -57,22 +76,7 @@ def gated_delta_tile(
     """
     kernel = "linear_recurrence.gated_delta_tile"
     run = _backends.choose(kernel, backend, _BUILT).gated_delta_tile
-    sizes = _checks.axes(
-        kernel,
-        {
-            "q_tkd": (q_tkd, "tkd"),
-            "k_tkd": (k_tkd, "tkd"),
-            "v_thv": (v_thv, "thv"),
-            "log_decay_th": (log_decay_th, "thd"[: log_decay_th.ndim]),
-            "beta_th": (beta_th, "th"),
-            "state_hdv": (state_hdv, "hdv"),
-        },
-    )
-    _check_heads(kernel, sizes)
-    _checks.floating(
-        kernel, q_tkd=q_tkd, k_tkd=k_tkd, v_thv=v_thv, log_decay_th=log_decay_th, beta_th=beta_th
-    )
-    _checks.of_dtype(kernel, jnp.float32, state_hdv=state_hdv)
+    _check_rule(kernel, "t", (q_tkd, k_tkd, v_thv, log_decay_th, beta_th), {"state_hdv": state_hdv})
     return run(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv)
 
 
@@ -94,24 +98,8 @@ def gated_delta_decode(
     """
     kernel = "linear_recurrence.gated_delta_decode"
     run = _backends.choose(kernel, backend, _BUILT).gated_delta_decode
-    sizes = _checks.axes(
-        kernel,
-        {
-            "q_bkd": (q_bkd, "bkd"),
-            "k_bkd": (k_bkd, "bkd"),
-            "v_bhv": (v_bhv, "bhv"),
-            "log_decay_bh": (log_decay_bh, "bhd"[: log_decay_bh.ndim]),
-            "beta_bh": (beta_bh, "bh"),
-            "states_shdv": (states_shdv, "shdv"),
-            "slots_b": (slots_b, "b"),
-        },
-    )
-    _check_heads(kernel, sizes)
-    _checks.floating(
-        kernel, q_bkd=q_bkd, k_bkd=k_bkd, v_bhv=v_bhv, log_decay_bh=log_decay_bh, beta_bh=beta_bh
-    )
-    _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
-    _checks.integer(kernel, slots_b=slots_b)
+    inputs = (q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh)
+    _check_rule(kernel, "b", inputs, {"states_shdv": states_shdv}, slots_b=(slots_b, "b"))
     return run(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b)
 
 
@@ -135,28 +123,12 @@ def gated_delta_drafts(
     """
     kernel = "linear_recurrence.gated_delta_drafts"
     module = _backends.choose(kernel, backend, _BUILT)
-    sizes = _checks.axes(
-        kernel,
-        {
-            "q_btkd": (q_btkd, "btkd"),
-            "k_btkd": (k_btkd, "btkd"),
-            "v_bthv": (v_bthv, "bthv"),
-            "log_decay_bth": (log_decay_bth, "bthd"[: log_decay_bth.ndim]),
-            "beta_bth": (beta_bth, "bth"),
-            "states_shdv": (states_shdv, "shdv"),
-            "from_slots_b": (from_slots_b, "b"),
-            "to_slots_bt": (to_slots_bt, "bt"),
-        },
-    )
-    _check_heads(kernel, sizes)
+    inputs = (q_btkd, k_btkd, v_bthv, log_decay_bth, beta_bth)
+    slots = {"from_slots_b": (from_slots_b, "b"), "to_slots_bt": (to_slots_bt, "bt")}
+    sizes = _check_rule(kernel, "bt", inputs, {"states_shdv": states_shdv}, **slots)
     if sizes["t"] > MOST_DRAFT_TOKENS:
         raise ValueError(f"{kernel}: {sizes['t']} tokens a sequence; at most {MOST_DRAFT_TOKENS}")
-    _checks.floating(
-        kernel, q_btkd=q_btkd, k_btkd=k_btkd, v_bthv=v_bthv, log_decay_bth=log_decay_bth, beta_bth=beta_bth
-    )
-    _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
-    _checks.integer(kernel, from_slots_b=from_slots_b, to_slots_bt=to_slots_bt)
-    args = (q_btkd, k_btkd, v_bthv, log_decay_bth, beta_bth, states_shdv, from_slots_b, to_slots_bt)
+    args = (*inputs, states_shdv, from_slots_b, to_slots_bt)
     if module in (reference, xla):
         return _composed.gated_delta_drafts(module, *args)
     return module.gated_delta_drafts(*args)
@@ -182,27 +154,11 @@ def gated_delta_prefill(
     """
     kernel = "linear_recurrence.gated_delta_prefill"
     module = _backends.choose(kernel, backend, _BUILT)
-    sizes = _checks.axes(
-        kernel,
-        {
-            "q_tkd": (q_tkd, "tkd"),
-            "k_tkd": (k_tkd, "tkd"),
-            "v_thv": (v_thv, "thv"),
-            "log_decay_th": (log_decay_th, "thd"[: log_decay_th.ndim]),
-            "beta_th": (beta_th, "th"),
-            "states_shdv": (states_shdv, "shdv"),
-            "slot": (jnp.asarray(slot), ""),
-        },
-    )
-    _check_heads(kernel, sizes)
+    inputs = (q_tkd, k_tkd, v_thv, log_decay_th, beta_th)
+    sizes = _check_rule(kernel, "t", inputs, {"states_shdv": states_shdv}, slot=(jnp.asarray(slot), ""))
     if grid_tokens < 1 or sizes["t"] % grid_tokens:
         raise ValueError(f"{kernel}: {sizes['t']} tokens are not a multiple of grid_tokens {grid_tokens}")
-    _checks.floating(
-        kernel, q_tkd=q_tkd, k_tkd=k_tkd, v_thv=v_thv, log_decay_th=log_decay_th, beta_th=beta_th
-    )
-    _checks.of_dtype(kernel, jnp.float32, states_shdv=states_shdv)
-    _checks.integer(kernel, slot=slot)
-    args = (q_tkd, k_tkd, v_thv, log_decay_th, beta_th, states_shdv, slot)
+    args = (*inputs, states_shdv, slot)
     if module in (reference, xla):
         return _composed.gated_delta_prefill(module, *args, grid_tokens=grid_tokens)
     return module.gated_delta_prefill(*args, grid_tokens=grid_tokens)

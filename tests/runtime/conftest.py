@@ -8,6 +8,7 @@ from openai import OpenAI
 from runtime.engine_builder import build_engine
 from tests.runtime.engine_harness import SHORT, Collector, Harness, ask, options_for, wait_idle
 from tests.runtime.http_client import Client
+from tests.runtime.scripted_engine import ScriptedEngine, scripted_server
 from tests.runtime.tiered_engine import Tiered
 
 
@@ -47,3 +48,10 @@ def tiered(hybrid: Harness) -> Iterator[Callable[..., Tiered]]:
     yield make
     for one in made:
         one.stop()
+
+
+@pytest.fixture(scope="module")
+def scripted(request: pytest.FixtureRequest) -> Iterator[tuple[Client, ScriptedEngine]]:
+    """A server whose engine says what it is told to, for a module; its SCRIPTED_SERVER are the arguments."""
+    with scripted_server(**getattr(request.module, "SCRIPTED_SERVER", {})) as pair:
+        yield pair

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ from tests.runtime.test_http_tools import BODY, CHAT, WEATHER, joined
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PLAIN: dict[str, Any] = {"messages": MESSAGES, "enable_thinking": False}
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Client, ScriptedEngine]]:
-    with scripted_server(ping_interval_s=0.05) as pair:
-        yield pair
+SCRIPTED_SERVER = {"ping_interval_s": 0.05}
 
 
 @pytest.fixture

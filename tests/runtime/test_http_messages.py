@@ -31,12 +31,7 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hi"}],
     "tools": TOOLS,
 }
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Client, ScriptedEngine]]:
-    with scripted_server(max_model_tokens=2048) as pair:
-        yield pair
+SCRIPTED_SERVER = {"max_model_tokens": 2048}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from tests.runtime.http_client import Client
-from tests.runtime.scripted_engine import ScriptedEngine, scripted_server
+from tests.runtime.scripted_engine import ScriptedEngine
 
 RESPONSES = "/v1/responses"
 TOOLS: list[Any] = [
@@ -36,12 +36,7 @@ BODY: dict[str, Any] = {
     "client_metadata": {},
     "text": {"verbosity": "low"},
 }
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Client, ScriptedEngine]]:
-    with scripted_server(ping_interval_s=0.05) as pair:
-        yield pair
+SCRIPTED_SERVER = {"ping_interval_s": 0.05}
 
 
 @pytest.fixture

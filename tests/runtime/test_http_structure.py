@@ -1,7 +1,6 @@
 """Do answers have the form that requests ask for, in all protocols? On an engine that follows the constraints."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Client, ScriptedEngine]]:
-    with scripted_server() as pair:
-        yield pair
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """Do thinking and tool calls reach chat clients whole, streamed and not? On an engine that says what it is told to."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
 from tests.runtime.http_client import Client
-from tests.runtime.scripted_engine import ScriptedEngine, scripted_server
+from tests.runtime.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -25,12 +24,6 @@ CALLS = (
     "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 )
 THOUGHT_CALLS = f"Two cities.</think>\n\nLet me see.\n{CALLS}"
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Client, ScriptedEngine]]:
-    with scripted_server() as pair:
-        yield pair
 
 
 @pytest.fixture

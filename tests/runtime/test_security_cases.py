@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 _FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 _FORBIDDEN_CALLS = {"eval", "exec"}
 _FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("numpy", "loads")}
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Client, ScriptedEngine]]:
-    with scripted_server(max_model_tokens=1000) as pair:
-        yield pair
+SCRIPTED_SERVER = {"max_model_tokens": 1000}
 
 
 @pytest.fixture
