@@ -87,6 +87,11 @@ class Outbox:
         """Jobs that began then or before are late: longer than the deadline, and LEAST_TURNS turns."""
         return min([now_s - deadline_s, *self._turns_s])
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether `take` would give anything."""
+        return bool(self.stores or self.loads or self.drop_foreign_bytes)
+
     def take(self) -> tuple[list[Store], list[Load], int]:
         """What came since the last call."""
         stores, self.stores = self.stores, []

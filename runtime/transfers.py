@@ -112,7 +112,9 @@ class Transfers:
     @property
     def ready(self) -> bool:
         """Whether `pump` has something to do now."""
-        return bool(self._finished) or (bool(self._waiting) and self._may_start)
+        if self._finished or self._cache.outbox.has_orders:
+            return True
+        return bool(self._waiting) and self._may_start
 
     @property
     def _may_start(self) -> bool:

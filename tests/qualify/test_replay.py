@@ -15,7 +15,7 @@ from qualify import replay, server_metrics
 from tests.server_process import running_server
 from tests.shared import shared_path
 
-PROMPTS = 10
+PROMPTS = 16
 
 
 @pytest.fixture(scope="module")

@@ -342,3 +342,18 @@ def test_prefixes_loaded_for_those_behind_are_in_nobodys_way(tiered, uncached):
         same_answer(answer, uncached(prompt))
     assert server.counters.restores["host", "done"] >= 4
     assert not server.counters.restores["host", "no_room"]
+
+
+def test_an_order_is_begun_in_the_turn_after_it(tiered):
+    """Not when a poll happens to come round: the engine has orders to give as soon as a lookup has made some."""
+    server = tiered(**HOST)
+    transfers = server.engine._transfers
+
+    def order(cache: PrefixCache) -> tuple[bool, bool]:
+        before = transfers.ready
+        cache.demote_all("device")
+        return before, transfers.ready
+
+    ask(server.engine, prompt_of(9, 3 * G + 9), "a").last()
+    server.settle()
+    assert server.engine.call(order).result(10) == (False, True)
