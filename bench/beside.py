@@ -2,7 +2,8 @@
 
 A real engine in this process whose arena holds about one and a half of the long conversation, with a host tier behind
 it. The short prompt is asked alone first, warm; then every few seconds while the conversation takes its turns. Its
-requests that overlap a long turn's prefill are reported apart: they may wait for two of its steps.
+requests that overlap a long turn's prefill are reported apart: they may take two of the engine's steps longer, by
+the longest of those that they saw.
 """
 
 from __future__ import annotations
@@ -12,30 +13,72 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from bench.first_tokens import GREEDY, FirstToken, add_engine_flags, first_token, forget, running_engine
+from bench.first_tokens import (
+    GREEDY,
+    FirstToken,
+    add_engine_flags,
+    engine_options,
+    first_token,
+    forget,
+    running_engine,
+)
 from bench.machine import MIB, LoadMeter
 from bench.measuring import spread
 from bench.reporting import common_parser, print_report, use_cache
 from bench.schedule import WAIT_S, Stream
+from bench.tier_traffic import moved_bytes
+from model.cache_layout import PAGE_TOKENS
 from runtime.engine import Engine
+from runtime.engine_builder import plan_only
 from runtime.request import GenerationRequest, TokenDelta
 from runtime.tier_options import TierOptions
 
 TARGET_RATIO = 1.5
+ARENA_SHARE = 1.5  # of the long conversation
+STEP_POLL_S = 0.01
+SOLO_READINGS = 12
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One request of the short prompt: from `began_s`, and whether a long turn was being computed meanwhile."""
+    """One request: when it began and how long it waited for its token."""
 
     began_s: float
     took_s: float
     cached_tokens: int
+
+
+class _StepWatch:
+    """The times at which the engine began steps."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._began_s: list[float] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        known = self._engine.stats().steps_total
+        while not self._stopped.wait(STEP_POLL_S):
+            if (now := self._engine.stats().steps_total) != known:
+                known = now
+                self._began_s.append(time.perf_counter())
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def longest_s(self, one: _Asked) -> float:
+        """The longest step that was at work between the request's beginning and its token."""
+        spans = pairwise([*self._began_s, one.began_s + one.took_s])
+        return max((b - a for a, b in spans if a < one.began_s + one.took_s and b > one.began_s), default=0.0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,15 +93,16 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     use_cache(args)
     most_tokens = args.long_tokens + args.rounds * args.turn_tokens + 64
-    arena_tokens = int(1.5 * most_tokens)
     tiers = TierOptions(host_bytes=1024 * MIB, host_reserve_bytes=0)
-    with running_engine(args, most_tokens, max_concurrency=4, tiers=tiers) as engine:
-        held_tokens = engine.stats().pages_capacity * 64
-        if args.device_mib is None or not 1.2 * most_tokens < held_tokens < 2 * most_tokens:
-            parser.error(
-                f"the arena holds {held_tokens:,} tokens; give a --device-mib with which it holds"
-                f" about {arena_tokens:,}"
-            )
+    options = engine_options(args, most_tokens, max_concurrency=4, tiers=tiers)
+    if args.device_mib is None:
+        needs = plan_only(options).needs
+        arena_bytes = int(ARENA_SHARE * most_tokens / needs.page_tokens) * needs.page_bytes
+        options = replace(options, device_memory_bytes=needs.fixed_bytes + arena_bytes)
+    with running_engine(options) as engine:
+        held_tokens = engine.stats().pages_capacity * PAGE_TOKENS
+        if not 1.2 * most_tokens < held_tokens < 2 * most_tokens:
+            parser.error(f"the arena holds {held_tokens:,} tokens: leave out --device-mib")
         result = measure_beside(engine, args)
     print_report(args, "beside", {"arena_tokens": held_tokens, **result}, table(result))
     return 0
@@ -71,7 +115,11 @@ def measure_beside(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     conversation = tuple(rng.integers(3, 256, args.long_tokens).tolist())
     meter = LoadMeter()
     forget(engine)
-    solo = [first_token(engine, f"solo-{n}", short, "short") for n in range(9)][1:]
+    solo = []
+    for n in range(1 + SOLO_READINGS):
+        solo.append(first_token(engine, f"solo-{n}", short, "short"))
+        time.sleep(args.every_s)  # as cold as it is beside the conversation
+    del solo[0]
     stop = threading.Event()
     asked: list[_Asked] = []
     failed: list[Exception] = []
@@ -87,6 +135,8 @@ def measure_beside(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
     thread = threading.Thread(target=ask_again_and_again)
     thread.start()
+    steps = _StepWatch(engine)
+    moved_before_bytes, growth_began_s = moved_bytes(engine), time.perf_counter()
     prefills_s: list[tuple[float, float]] = []
     turns: list[dict[str, Any]] = []
     try:
@@ -109,8 +159,11 @@ def measure_beside(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         stop.set()
         thread.join(WAIT_S)
+        steps.stop()
     if failed:
         raise failed[0]
+    growth_bytes = moved_bytes(engine) - moved_before_bytes
+    growth_s = time.perf_counter() - growth_began_s
     apart = [one for one in asked if not _overlaps(one, prefills_s)]
     beside = [one for one in asked if _overlaps(one, prefills_s)]
     solo_s = statistics.median(token.took_s for token in solo)
@@ -120,9 +173,13 @@ def measure_beside(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "apart_s": spread(apart_s),
         "apart_ratio": statistics.median(apart_s) / solo_s,
         "overlapping_s": spread([one.took_s for one in beside]) if beside else None,
+        "overlapping_steps": spread([(one.took_s - solo_s) / steps.longest_s(one) for one in beside])
+        if beside
+        else None,
         "short_cached_tokens": spread([one.cached_tokens for one in asked]),
         "short_full_tokens": _cached(solo),
         "turns": turns,
+        "moved_mb_s": growth_bytes / growth_s / 1e6,
         "foreign_cores": meter.foreign_cores(),
     }
 
@@ -161,7 +218,9 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
     if over is not None:
         lines.append(
-            f"  overlapping a long prefill       {1e3 * over['median']:7.1f} ms (max {1e3 * over['max']:.1f})"
+            f"  overlapping a long prefill       {1e3 * over['median']:7.1f} ms (max {1e3 * over['max']:.1f}):"
+            f" beyond alone {result['overlapping_steps']['median']:.2f} of the longest step that it saw"
+            f" (max {result['overlapping_steps']['max']:.2f}, target 2)"
         )
     least_tokens = result["short_cached_tokens"]["min"]
     lines.append(
@@ -172,4 +231,7 @@ def table(result: dict[str, Any]) -> list[str]:
             f"  long turn of {turn['prompt_tokens']:,}: {turn['cached_tokens']:,} of {turn['known_tokens']:,} known"
             f" tokens reused, {turn['took_s']:.2f} s"
         )
-    return [*lines, f"  foreign cores {result['foreign_cores']}"]
+    return [
+        *lines,
+        f"  moved between tiers {result['moved_mb_s']:.1f} MB/s; foreign cores {result['foreign_cores']}",
+    ]

@@ -45,28 +45,31 @@ def add_engine_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
     add("--device-mib", type=int, metavar="N", help="memory for weights, arena and rows (default: automatic)")
 
 
-@contextmanager
-def running_engine(
+def engine_options(
     args: argparse.Namespace,
     max_model_tokens: int,
     *,
     max_concurrency: int = 2,
     tiers: TierOptions | None = None,
-) -> Iterator[Engine]:
-    """Built from the common flags; stopped at the end of the block."""
-    engine = build_engine(
-        EngineOptions(
-            model_dir=args.model,
-            dtype=args.dtype,
-            max_model_tokens=max_model_tokens,
-            max_concurrency=max_concurrency,
-            device_memory_bytes=None if args.device_mib is None else args.device_mib * MIB,
-            grid_tokens=args.grid_tokens,
-            prefill_tokens=args.prefill_tokens,
-            kernels=args.kernels,
-            tiers=tiers or TierOptions(),
-        )
+) -> EngineOptions:
+    """What the common flags say."""
+    return EngineOptions(
+        model_dir=args.model,
+        dtype=args.dtype,
+        max_model_tokens=max_model_tokens,
+        max_concurrency=max_concurrency,
+        device_memory_bytes=None if args.device_mib is None else args.device_mib * MIB,
+        grid_tokens=args.grid_tokens,
+        prefill_tokens=args.prefill_tokens,
+        kernels=args.kernels,
+        tiers=tiers or TierOptions(),
     )
+
+
+@contextmanager
+def running_engine(options: EngineOptions) -> Iterator[Engine]:
+    """Stopped at the end of the block."""
+    engine = build_engine(options)
     engine.start()
     try:
         yield engine

@@ -2,8 +2,9 @@
 
 A real engine in this process with host and disk tiers; greedy streams of random token ids decode, and a cached
 prompt goes behind the device and comes back again and again: by way of the host, of the disk, and through both. Windows
-with and without this traffic take turns; each one with it is compared with the mean of its two neighbours. The
-rates are those that `--transfer-rate` would set.
+with and without this traffic take turns, and each one with it is compared with its two neighbours. First at the
+traffic of a long conversation that grows beside short prompts (`--case-mb-s`, far more than `bench beside` moves), at
+the default `--transfer-rate`; then without any pause, at each rate.
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.first_tokens import add_engine_flags, first_token, forget, running_engine
+from bench.first_tokens import (
+    add_engine_flags,
+    engine_options,
+    first_token,
+    forget,
+    running_engine,
+    wait_idle,
+)
 from bench.machine import MIB, LoadMeter
 from bench.measuring import spread
 from bench.reporting import common_parser, print_report, use_cache
 from bench.schedule import WAIT_S, Stream
-from bench.tier_traffic import PLACES, TierTraffic, behind
+from bench.tier_traffic import PLACES, TierTraffic, behind, moved_bytes
 from runtime.engine import Engine
 from runtime.request import GenerationRequest, SamplingParams
 from runtime.tiers_building import CPU_RATE_BYTES_PER_S
@@ -32,27 +42,32 @@ from runtime.tiers_building import CPU_RATE_BYTES_PER_S
 SALT = "isolation"
 TARGET_SHARE = 0.98
 STREAM_PROMPT_TOKENS = 64
+ROUNDS_A_STREAM = 5
+CASE_MB_S = 8.0  # each second a turn of 512 tokens stored and one restored, of the bundled model
 
 
 def main(argv: Sequence[str]) -> int:
     """`python -m bench isolation`"""
     parser = common_parser("isolation", __doc__)
-    add_engine_flags(parser, rounds=4)
+    add_engine_flags(parser, rounds=40)
     add = parser.add_argument
     add("--streams", type=int, default=4)
-    add("--tokens", type=int, default=2048, metavar="N", help="of the prompt that moves")
+    add("--tokens", type=int, default=512, metavar="N", help="of the prompt that moves")
     add("--stream-tokens", type=int, default=8192, metavar="N", help="a stream begins anew after so many")
-    add("--window-s", type=float, default=0.5)
+    add("--window-s", type=float, default=1.0)
+    add("--case-mb-s", type=float, default=CASE_MB_S, metavar="MB/S", help="stored and restored, in all")
     add("--places", nargs="+", choices=PLACES, default=PLACES)
-    default_rates = (CPU_RATE_BYTES_PER_S / 2e6, CPU_RATE_BYTES_PER_S / 1e6, 2 * CPU_RATE_BYTES_PER_S / 1e6)
-    add("--rates", nargs="+", type=float, default=(*default_rates, math.inf), metavar="MB/S", help="or inf")
+    default_rates = (CPU_RATE_BYTES_PER_S / 1e6, 2 * CPU_RATE_BYTES_PER_S / 1e6)
+    add("--rates", nargs="*", type=float, default=(*default_rates, math.inf), metavar="MB/S", help="or inf")
     add("--dir", type=Path, metavar="DIR", help="for the disk tier (default: the system's)")
     args = parser.parse_args(argv)
     use_cache(args)
     max_model_tokens = max(args.tokens, args.stream_tokens) + STREAM_PROMPT_TOKENS
     with (
         behind(args.dir, 512 * MIB) as tiers,
-        running_engine(args, max_model_tokens, max_concurrency=args.streams + 1, tiers=tiers) as engine,
+        running_engine(
+            engine_options(args, max_model_tokens, max_concurrency=args.streams + 1, tiers=tiers)
+        ) as engine,
     ):
         result = measure_isolation(engine, args)
     print_report(args, "isolation", result, table(result))
@@ -67,13 +82,20 @@ def measure_isolation(engine: Engine, args: argparse.Namespace) -> dict[str, Any
     meter = LoadMeter()
     settings = []
     for place in args.places:
-        for rate_mb_s in args.rates:
+        for n, (rate_mb_s, most_mb_s) in enumerate(
+            [(CPU_RATE_BYTES_PER_S / 1e6, args.case_mb_s), *((rate, math.inf) for rate in args.rates)]
+        ):
             forget(engine)
-            first_token(engine, f"{place}-{rate_mb_s}", prompt, SALT)
+            first_token(engine, f"{place}-{n}", prompt, SALT)
             traffic.cycle(place)  # touches all memory
             engine.call(lambda cache, rate=rate_mb_s: _pace(cache, rate)).result(WAIT_S)
             settings.append(
-                {"place": place, "rate_mb_s": rate_mb_s, **_compare(engine, traffic, place, args)}
+                {
+                    "place": place,
+                    "rate_mb_s": rate_mb_s,
+                    "asked_mb_s": most_mb_s,
+                    **_compare(engine, partial(traffic.cycling, place, most_mb_s * 1e6), args),
+                }
             )
     return {
         "streams": args.streams,
@@ -90,59 +112,73 @@ def _pace(cache: Any, rate_mb_s: float) -> None:
     cache.outbox.rate_bytes_per_s = rate_mb_s * 1e6
 
 
-def _compare(engine: Engine, traffic: TierTraffic, place: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One setting: windows without and with traffic in turn, without at both ends."""
-    streams = [Stream() for _ in range(args.streams)]
-    sampling = SamplingParams(max_tokens=args.stream_tokens, temperature=0.0, ignore_eos=True)
-    rng = np.random.default_rng(1)
-    names = [f"stream-{i}" for i in range(args.streams)]
-    for name, stream in zip(names, streams, strict=True):
-        token_ids = tuple(int(token_id) for token_id in rng.integers(3, 256, STREAM_PROMPT_TOKENS))
-        engine.submit(GenerationRequest(name, token_ids, sampling), stream.deliver)
-    for stream in streams:
-        stream.wait(stream.first)
-    rates_s: list[float] = []  # without, with, without, with, ..., without
-    moved_bytes = moved_s = 0.0
-    for window in range(2 * args.rounds + 1):
-        loaded = window % 2 == 1
-        with traffic.cycling(place) if loaded else contextlib.nullcontext():
-            before_bytes, began_s = _moved_bytes(engine), time.perf_counter()
-            before = sum(len(stream.times_s) for stream in streams)
-            time.sleep(args.window_s)
-            took_s = time.perf_counter() - began_s
-            rates_s.append((sum(len(stream.times_s) for stream in streams) - before) / took_s)
-            if loaded:
-                moved_bytes += _moved_bytes(engine) - before_bytes
-                moved_s += took_s
-    ended = [stream.error or "ended" for stream in streams if stream.done.is_set()]
-    for name in names:
-        engine.cancel(name)
-    if ended:
-        raise RuntimeError(f"a stream was over too soon ({ended[0]}); give more --stream-tokens")
-    shares = [2 * rates_s[i] / (rates_s[i - 1] + rates_s[i + 1]) for i in range(1, len(rates_s), 2)]
+def _compare(
+    engine: Engine, moving: Callable[[], AbstractContextManager[None]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """One setting: windows without and with traffic in turn; streams begin anew now and then, all alike."""
+    without, loaded, shares = [], [], []
+    traffic_bytes = traffic_s = 0.0
+    for first in range(0, args.rounds, ROUNDS_A_STREAM):
+        n_rounds = min(ROUNDS_A_STREAM, args.rounds - first)
+        with _streaming(engine, args) as streams:
+            rates_s = []  # without, with, without, with, ..., without
+            for window in range(2 * n_rounds + 1):
+                with moving() if window % 2 else contextlib.nullcontext():
+                    before_bytes, began_s = moved_bytes(engine), time.perf_counter()
+                    before_tokens = _n_tokens(streams)
+                    time.sleep(args.window_s)
+                    took_s = time.perf_counter() - began_s
+                    rates_s.append((_n_tokens(streams) - before_tokens) / took_s)
+                    if window % 2:
+                        traffic_bytes += moved_bytes(engine) - before_bytes
+                        traffic_s += took_s
+        without += rates_s[::2]
+        loaded += rates_s[1::2]
+        shares += [2 * rates_s[i] / (rates_s[i - 1] + rates_s[i + 1]) for i in range(1, len(rates_s), 2)]
     return {
-        "without_tokens_per_s": statistics.median(rates_s[::2]),
-        "with_tokens_per_s": statistics.median(rates_s[1::2]),
+        "without_tokens_per_s": statistics.mean(without),
+        "with_tokens_per_s": statistics.mean(loaded),
         "share": spread(shares),
-        "moved_mb_s": moved_bytes / moved_s / 1e6,
+        "mean_share": statistics.mean(shares),
+        "standard_error": statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None,
+        "moved_mb_s": traffic_bytes / traffic_s / 1e6,
     }
 
 
-def _moved_bytes(engine: Engine) -> int:
-    """All that was moved between tiers so far."""
-    return sum(dict(engine.cache_counters.moved_bytes).values())
+@contextlib.contextmanager
+def _streaming(engine: Engine, args: argparse.Namespace) -> Iterator[list[Stream]]:
+    """Streams that all have had their first token. Raises RuntimeError where one ended within the block."""
+    streams = [Stream() for _ in range(args.streams)]
+    sampling = SamplingParams(max_tokens=args.stream_tokens, temperature=0.0, ignore_eos=True)
+    rng = np.random.default_rng(1)
+    for number, stream in enumerate(streams):
+        token_ids = tuple(int(token_id) for token_id in rng.integers(3, 256, STREAM_PROMPT_TOKENS))
+        engine.submit(GenerationRequest(f"stream-{number}", token_ids, sampling), stream.deliver)
+    for stream in streams:
+        stream.wait(stream.first)
+    yield streams
+    ended = [stream.error or "ended" for stream in streams if stream.done.is_set()]
+    for number in range(args.streams):
+        engine.cancel(f"stream-{number}")
+    wait_idle(engine)
+    if ended:
+        raise RuntimeError(f"a stream was over too soon ({ended[0]}); give more --stream-tokens")
+
+
+def _n_tokens(streams: list[Stream]) -> int:
+    return sum(len(stream.times_s) for stream in streams)
 
 
 def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"  {result['streams']} streams, a prompt of {result['prompt_tokens']} tokens, {result['rounds']} windows of"
         f" {result['window_s']} s; default rate {result['default_rate_mb_s']:.0f} MB/s",
-        "  place      rate MB/s  moved MB/s  tok/s without  with   share (target 0.98)",
+        "  place      rate MB/s  asked  moved MB/s  tok/s without  with   share (target 0.98)",
     ]
     for s in result["settings"]:
-        share = s["share"]
+        error = "" if s["standard_error"] is None else f" +- {s['standard_error']:.3f}"
         lines.append(
-            f"  {s['place']:10} {s['rate_mb_s']:9.0f}  {s['moved_mb_s']:10.0f}  {s['without_tokens_per_s']:13.1f}"
-            f"  {s['with_tokens_per_s']:5.1f}  {share['median']:.3f} ({share['min']:.3f}..{share['max']:.3f})"
+            f"  {s['place']:10} {s['rate_mb_s']:9.0f}  {s['asked_mb_s']:5.0f}  {s['moved_mb_s']:10.0f}"
+            f"  {s['without_tokens_per_s']:13.1f}  {s['with_tokens_per_s']:5.1f}  {s['mean_share']:.3f}{error}"
         )
     return [*lines, f"  foreign cores {result['foreign_cores']}"]

@@ -5,6 +5,7 @@ Everything is asked of a running engine, whose transfers move the bytes; the cal
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -21,7 +22,7 @@ from cache_tiers.prefix_cache import PrefixCache
 from runtime.engine import Engine
 from runtime.tier_options import TierOptions
 
-POLL_S = 0.002
+POLL_S = 0.02
 PLACES = ("host", "disk", "composite")  # composite: by way of the host to the disk
 REQUEST_ID = "traffic"
 
@@ -41,7 +42,8 @@ class TierTraffic:
 
     def __init__(self, engine: Engine, token_ids: tuple[int, ...], salt: str):
         self._engine = engine
-        self._tokens = np.asarray(token_ids, np.int32)
+        # One more, so that all of the prompt counts as a prefix.
+        self._tokens = np.asarray((*token_ids, 0), np.int32)
         self._salt = salt
         engine.call(_always_restore).result(WAIT_S)
 
@@ -78,15 +80,18 @@ class TierTraffic:
         self.forget_copies()
 
     @contextmanager
-    def cycling(self, place: str) -> Iterator[None]:
-        """Cycles on a thread until the block ends."""
+    def cycling(self, place: str, most_bytes_s: float = math.inf) -> Iterator[None]:
+        """Cycles on a thread until the block ends, with pauses where all of it together would move more than that."""
         done = threading.Event()
         errors: list[Exception] = []
 
         def run() -> None:
             try:
+                began_s, before_bytes = time.perf_counter(), moved_bytes(self._engine)
                 while not done.is_set():
                     self.cycle(place)
+                    due_s = (moved_bytes(self._engine) - before_bytes) / most_bytes_s
+                    done.wait(began_s + due_s - time.perf_counter())
             except Exception as error:
                 errors.append(error)
 
@@ -114,6 +119,11 @@ class TierTraffic:
     def _until_still(self) -> None:
         while self._engine.call(lambda cache: cache.outbox.n_in_flight).result(WAIT_S):
             time.sleep(POLL_S)
+
+
+def moved_bytes(engine: Engine) -> int:
+    """All that was moved between tiers so far."""
+    return sum(dict(engine.cache_counters.moved_bytes).values())
 
 
 def _always_restore(cache: PrefixCache) -> None:

@@ -41,6 +41,7 @@ class StepInFlight:
     not timed yet, each with what can be waited for."""
 
     plan: StepPlan
+    dispatched_s: float
     calls: tuple[CallInFlight, ...]
     copies: tuple[tuple[Plan, Any], ...]
 
@@ -55,6 +56,7 @@ class Dispatcher:
         self._row_restored = row_restored
 
     def dispatch(self, plan: StepPlan, *, device_is_idle: bool) -> StepInFlight:
+        dispatched_s = time.monotonic()
         for preemption in plan.preemptions:
             if preemption.to_host:
                 image = self.steps.swap_out(preemption.slot, preemption.page_ids)
@@ -68,7 +70,7 @@ class Dispatcher:
                 copies.clear()
         calls = [self._prefill(call) for call in plan.prefills]
         calls += [self._decode(call) for call in plan.decodes]
-        return StepInFlight(plan, tuple(calls), tuple(copies))
+        return StepInFlight(plan, dispatched_s, tuple(calls), tuple(copies))
 
     def time_copies(self, step: StepInFlight, began_s: float) -> None:
         """The step before this one was seen to end at `began_s`."""

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 Deliver = Callable[[TokenDelta], None]
 STEPS_IN_FLIGHT = 2
+LONG_STEP_S = 0.2  # the host's work between two such steps is less than a hundredth of them
 STEP_HISTORY = 32  # summaries kept as evidence for a failure
 TRANSFER_POLL_S = 0.05  # transfers wake the engine; a pause of their pacing does not
 IDLE_CHECK_S = 1.0  # idle this long, the cache's books are checked whole, once
@@ -91,6 +92,8 @@ class Engine:
         self._compiles = CompileCounter()
         self._arrivals = 0
         self._crowded_s = 0.0  # when more than one sequence was at work last
+        self._step_s = 0.0  # what the latest completed step took
+        self._completed_s = 0.0
         self._last_turn_s = time.monotonic()
 
         self._lock = threading.Condition()  # guards the fields below; the engine thread waits on it
@@ -349,8 +352,11 @@ class Engine:
             self._note(plan)
             step = self._dispatcher.dispatch(plan, device_is_idle=not self._in_flight)
             self._in_flight.append(step)
-        if self._in_flight and (not plan.computes or len(self._in_flight) >= STEPS_IN_FLIGHT):
-            self._complete(self._in_flight.popleft())
+        # While steps are long none is planned ahead, so that an arrival waits for one less.
+        ahead = plan.computes and self._step_s < LONG_STEP_S
+        if self._in_flight:
+            while len(self._in_flight) >= (STEPS_IN_FLIGHT if ahead else 1):
+                self._complete(self._in_flight.popleft())
         elif plan.empty and (self._transfers.busy or self._masks.busy):  # everybody waits for one of these
             with self._lock:
                 self._lock.wait_for(
@@ -392,6 +398,8 @@ class Engine:
                 self._scheduler.publish(checkpoint, sequence, step)
             for row, sequence, output_index in call.rows:
                 self._commit(sequence, output_index, output, row, now_s)
+        self._step_s = now_s - max(in_flight.dispatched_s, self._completed_s)
+        self._completed_s = now_s
         self._scheduler.complete(step)
         self._settling.complete(step)
         if self._in_flight:

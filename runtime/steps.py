@@ -134,8 +134,8 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
         words = jax.ShapeDtypeStruct(
             (pages.shape[0], n_pages, pages.shape[2]), pages.dtype, sharding=pages.sharding
         )
-        programs[gather_name(n_pages)] = Program(swap.gather_pages, (state, ids), None, pages.sharding)
-        programs[scatter_name(n_pages)] = Program(swap.scatter_pages, (state, ids, words), 0, state_out)
+        programs[gather_name(n_pages)] = Program(swap.gather_pages, (pages, ids), None, pages.sharding)
+        programs[scatter_name(n_pages)] = Program(swap.scatter_pages, (pages, ids, words), 0, pages.sharding)
     if static.layout.row_pages:
         row_page_ids = array((static.layout.row_pages,), jnp.int32)
         row_move = (state, scalar, row_page_ids)
@@ -356,17 +356,23 @@ class DeviceSteps:
 
     def gather_part(self, page_ids: tuple[int, ...]) -> jax.Array:
         """The words of a part's pages, [ranks, pages, page_words]: a copy, made before any later program runs."""
-        return self._programs[gather_name(len(page_ids))](self.state, np.asarray(page_ids, np.int32))
+        return self._gather(np.asarray(page_ids, np.int32))
 
     def scatter_part(self, page_ids: tuple[int, ...], words_rnw: jax.Array) -> None:
         """Writes a part's words into these pages before any later program runs."""
-        self.run(scatter_name(len(page_ids)), np.asarray(page_ids, np.int32), words_rnw)
+        self._scatter(np.asarray(page_ids, np.int32), words_rnw)
+
+    def _gather(self, page_ids: np.ndarray) -> jax.Array:
+        return self._programs[gather_name(len(page_ids))](self.state.pages_rnw, page_ids)
+
+    def _scatter(self, page_ids: np.ndarray, words_rnw: Any) -> None:
+        pages_rnw = self._programs[scatter_name(len(page_ids))](self.state.pages_rnw, page_ids, words_rnw)
+        self.state = self.state.replace(pages_rnw=pages_rnw)
 
     def swap_out(self, slot: int, page_ids: tuple[int, ...]) -> swap.SwapImage:
         """A byte-exact copy of a slot and its pages in host memory. Waits for the device."""
-        gather = self._programs[gather_name(swap.CHUNK_PAGES)]
         row = self._programs["gather_row"](self.state, np.int32(slot))
-        chunks = [np.asarray(gather(self.state, chunk)) for chunk in swap.chunks_of(page_ids)]
+        chunks = [np.asarray(self._gather(chunk)) for chunk in swap.chunks_of(page_ids)]
         return swap.SwapImage(len(page_ids), tuple(chunks), tuple(np.asarray(leaf) for leaf in row))
 
     def swap_in(self, image: swap.SwapImage, slot: int, page_ids: tuple[int, ...]) -> None:
@@ -374,5 +380,5 @@ class DeviceSteps:
         if len(page_ids) != image.n_pages:
             raise ValueError(f"an image of {image.n_pages} pages cannot go into {len(page_ids)}")
         for chunk, words in zip(swap.chunks_of(page_ids), image.chunks, strict=True):
-            self.run(scatter_name(swap.CHUNK_PAGES), chunk, words)
+            self._scatter(chunk, words)
         self.run("scatter_row", np.int32(slot), image.row)

@@ -34,15 +34,14 @@ def _row_leaves(state: DeviceState) -> Any:
     return (state.rows, state.hidden_sh, state.last_token_s, state.sampler)
 
 
-def gather_pages(state: DeviceState, page_ids_c: jax.Array) -> jax.Array:
-    """The words of CHUNK_PAGES pages, [ranks, CHUNK_PAGES, page_words]."""
-    return state.pages_rnw.at[:, page_ids_c].get(mode="promise_in_bounds")
+def gather_pages(pages_rnw: jax.Array, page_ids_c: jax.Array) -> jax.Array:
+    """The words of these pages, [ranks, pages, page_words]."""
+    return pages_rnw.at[:, page_ids_c].get(mode="promise_in_bounds")
 
 
-def scatter_pages(state: DeviceState, page_ids_c: jax.Array, words_rcw: jax.Array) -> DeviceState:
+def scatter_pages(pages_rnw: jax.Array, page_ids_c: jax.Array, words_rcw: jax.Array) -> jax.Array:
     """Writes the words back; padding ids are page 0."""
-    pages = state.pages_rnw.at[:, page_ids_c].set(words_rcw, mode="promise_in_bounds")
-    return state.replace(pages_rnw=pages)
+    return pages_rnw.at[:, page_ids_c].set(words_rcw, mode="promise_in_bounds")
 
 
 def gather_row(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:

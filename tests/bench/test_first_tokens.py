@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import messages, restore
+from bench import beside, isolation, messages, restore
 from tests.shared import shared_path
 
 SMALL = (
@@ -58,6 +58,30 @@ def test_restore_reports_the_ratio_to_its_target(capsys: pytest.CaptureFixture[s
     moved_bytes = {tier: result["moved_bytes"] for tier, result in report["tiers"].items()}
     assert 0 < moved_bytes["device"] < moved_bytes["host"] == moved_bytes["disk"]
     assert not list(tmp_path.iterdir())
+
+
+def test_isolation_pairs_windows_with_and_without_traffic(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("--tokens", "128", "--window-s", "0.05", "--stream-tokens", "1024", "--streams", "2")
+    report = _report(capsys, isolation, *flags, "--rates", "inf", "--case-mb-s", "5", "--dir", str(tmp_path))
+    settings = report["settings"]
+    assert [s["place"] for s in settings] == ["host", "host", "disk", "disk", "composite", "composite"]
+    assert [s["asked_mb_s"] for s in settings] == [5, float("inf")] * 3
+    for setting in settings:
+        assert setting["mean_share"] > 0 and setting["moved_mb_s"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_beside_tells_the_prompts_that_overlap_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--long-tokens", "1024", "--turn-tokens", "64", "--short-tokens", "192", "--every-s", "0.05")
+    model = str(shared_path("tiny_models/qwen3_5"))
+    assert beside.main(["--model", model, *flags, *SMALL[:4], "--rounds", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["short_cached_tokens"]["min"] == report["short_full_tokens"] == 128
+    assert [turn["prompt_tokens"] for turn in report["turns"]] == [1024, 1088]
+    assert report["turns"][1]["cached_tokens"] == 960
+    assert report["apart_ratio"] > 0
 
 
 @pytest.mark.parametrize("n_messages", [1, 4, 33])

@@ -82,6 +82,23 @@ def test_many_at_once_answer_as_alone(hybrid):
     wait_idle(hybrid.engine)
 
 
+def test_nothing_is_planned_ahead_of_long_steps(hybrid, monkeypatch):
+    """An arrival then waits for the step at work and for its own, not for one planned before it came."""
+    monkeypatch.setattr("runtime.engine.LONG_STEP_S", 0.0)
+    ahead = []
+    dispatch = hybrid.engine._dispatcher.dispatch
+    monkeypatch.setattr(
+        hybrid.engine._dispatcher,
+        "dispatch",
+        lambda plan, *, device_is_idle: (
+            ahead.append(not device_is_idle) or dispatch(plan, device_is_idle=device_is_idle)
+        ),
+    )
+    send(hybrid.engine, hybrid.prompt(4)).last()
+    wait_idle(hybrid.engine)
+    assert len(ahead) > 30 and not any(ahead[1:])
+
+
 def eight(engine: Engine, harness: Harness, at_once: int) -> list[Collector]:
     """Eight long answers, so many at once; all eight need 48 pages of the arena's 40."""
     collectors = []
