@@ -9,12 +9,10 @@ import re
 from collections.abc import Mapping
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*(?:\{[^}]*\})?)\s+(\S+)")
-# A checkpoint that was not stored although it should have been, by the counters' beginnings.
+# A checkpoint that was not stored although it should have been. `strata_no_victim_total` is none of them: it counts as
+# well how often a request had to wait since those at work held all memory, and a checkpoint lost to that is `no_room`.
 _REASONS = ("no_room", "oversized", "backlog", "source_gone", "io_error", "rank_failed")
-REFUSALS = (
-    *(f'strata_store_skips_total{{reason="{reason}"}}' for reason in _REASONS),
-    "strata_no_victim_total",
-)
+REFUSALS = tuple(f'strata_store_skips_total{{reason="{reason}"}}' for reason in _REASONS)
 GAUGES = ("strata_tier_bytes", "strata_pages{")
 
 
