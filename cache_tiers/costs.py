@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DECAY = 0.98  # weight of the past per new observation: about the last 50 count
+# What an estimate keeps each time that nothing was restored because of it: it could never be corrected otherwise. A tier
+# that is really k times too slow is tried again after 100 * ln(k) such times.
+BELIEF = 0.99
 
 
 class _Fit:
@@ -80,6 +83,14 @@ class CostModel:
                 1.0, n_bytes, seconds, 1 / self.bytes_per_s[tier]
             )
             self.latency_s[tier], self.bytes_per_s[tier] = latency_s, 1 / max(s_per_byte, 1e-15)
+
+    def passed_over(self, bytes_by_tier: dict[str, int]) -> None:
+        """Computing seemed cheaper than restoring these bytes."""
+        if not self.learns:
+            return
+        for tier in bytes_by_tier.keys() & self._restores.keys():
+            self.latency_s[tier] *= BELIEF
+            self.bytes_per_s[tier] /= BELIEF
 
     def rates(self) -> dict[str, Any]:
         """What was learnt, for the next start."""

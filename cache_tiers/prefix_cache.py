@@ -406,6 +406,8 @@ class PrefixCache:
             return
         cause = plan.missed_because["cause"] if plan.missed_because else "none"
         self.counters.looked_up(plan.outcome, cause, plan.chosen.tokens_by_tier, plan.n_tokens)
+        if cause == "too_costly":
+            self.costs.passed_over(plan.candidates[-1].bytes_by_tier)
         if cause == "other_identity_or_salt" and not self.config.explain_foreign:
             plan.missed_because = {"cause": "never_stored"}
 

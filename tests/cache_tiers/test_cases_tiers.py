@@ -384,6 +384,23 @@ def test_a_slow_disk_is_not_read_where_computing_is_faster() -> None:
     e.idle()
 
 
+def test_one_slow_reading_does_not_shut_a_tier_for_ever() -> None:
+    """Nothing is learnt of a tier that is passed over; so what is believed of it fades until it is tried again."""
+    costs = CostModel(prefill_s_per_token=1e-3, bytes_per_s=RATES | {"disk": 1e9})
+    e = engine(80, disk_parts=100, costs=costs)
+    tokens = prompt(0, 6 * G + 3)
+    e.run(tokens)
+    demote(e)
+    costs.observe_restore("disk", 1000, 100 * costs.prefill_s(0, len(tokens)))
+    n_passed = 0
+    while e.run(tokens).restored_tokens == 0:
+        e.cache.flush(["device"])
+        n_passed += 1
+        assert n_passed < 1000
+    assert 100 < n_passed < 800
+    e.idle()
+
+
 def test_a_retiring_victim_is_counted_once() -> None:
     """A shortage of K pages while stores take their time retires at most K pages and one victim."""
     for shortage_pages in range(1, 12):
