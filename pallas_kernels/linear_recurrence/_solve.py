@@ -11,9 +11,14 @@ def dot(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, precision="highest", preferred_element_type=jnp.float32)
 
 
+def l2_scale(x):
+    """What makes float32 vectors on the last axis, which is kept as 1, unit vectors."""
+    return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(1e-6))
+
+
 def l2norm(x):
     x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(1e-6))
+    return x * l2_scale(x)
 
 
 def _invert_blocks(a_xij):

@@ -1,9 +1,9 @@
 """The recurrences as XLA runs them: what CPU uses. Pure functions, called while tracing.
 
-The delta rule over a tile is the chunked (WY) form: all that does not need the state is computed for all chunks at
-once, and only the state itself goes through a scan. Every exponent is a sum of log decays over a span of tokens, so it
-is never positive and nothing can overflow; the spans are summed directly (a product with a triangle of ones), never as
-differences of running sums, which would cancel after a strong decay.
+The delta rule over a tile is the chunked form: what does not need the state and is small (scores, decays, inverses) is
+computed for all chunks at once, the rest goes through a scan over chunks. Every exponent is a sum of log decays over a
+span of tokens, so it is never positive and nothing can overflow; the spans are summed directly (a product with a
+triangle of ones), never as differences of running sums, which would cancel after a strong decay.
 """
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 from pallas_kernels.linear_recurrence import xla_channels
 from pallas_kernels.linear_recurrence._solve import dot as _dot
 from pallas_kernels.linear_recurrence._solve import invert_unit_lower as _invert_unit_lower
+from pallas_kernels.linear_recurrence._solve import l2_scale as _l2_scale
 from pallas_kernels.linear_recurrence._solve import l2norm as _l2norm
 
 # Measured on CPU: 32 is 10 to 15 % faster than 64 (less work inside a chunk), and 16 is slower.
@@ -30,50 +31,56 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     c = next(size for size in (16, 32) if size >= min(t, _CHUNK_TOKENS))
     n = -(-t // c)
 
-    def chunks(x, *heads):
-        """[t, heads, ...] -> float32 [*heads, n, c, ...]; padded with zeros, which leave the state alone."""
-        x = jnp.pad(x.astype(jnp.float32), [(0, n * c - t)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.moveaxis(x.reshape(n, c, *heads, *x.shape[2:]), (0, 1), (len(heads), len(heads) + 1))
-
     # Axes: k key heads, r value heads of a key head, n chunks, i and j (and m) tokens of a chunk.
-    q_knid = chunks(_l2norm(q_tkd) * jnp.float32(d**-0.5), n_k)
-    k_knid = chunks(_l2norm(k_tkd), n_k)
-    v_krniv = chunks(v_thv, n_k, n_r)
-    log_decay_krni = chunks(log_decay_th, n_k, n_r)
-    beta_krni = chunks(beta_th, n_k, n_r)
+    def chunks(x, *heads):
+        """[t, heads, ...] -> float32 [n, c, *heads, ...]; padded with zeros, which leave the state alone."""
+        x = jnp.pad(x.astype(jnp.float32), [(0, n * c - t)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(n, c, *heads, *x.shape[2:])
+
+    q_nikd, k_nikd, v_nikrv = chunks(q_tkd, n_k), chunks(k_tkd, n_k), chunks(v_thv, n_k, n_r)
+    log_decay_nkri, beta_nkri = (chunks(x, n_k, n_r).transpose(0, 2, 3, 1) for x in (log_decay_th, beta_th))
+    # The norms scale rows and columns of small products instead of the queries and keys themselves.
+    q_norm_nk1i, k_norm_nk1i = (_l2_scale(x)[..., 0].transpose(0, 2, 1)[:, :, None] for x in (q_nikd, k_nikd))
+    q_norm_nk1i = q_norm_nk1i * jnp.float32(d**-0.5)
+
+    def products(_, chunk):
+        q_kid, k_kid = (x_ikd.transpose(1, 0, 2) for x_ikd in chunk)
+        return None, (_dot("kid,kjd->kij", k_kid, k_kid), _dot("kid,kjd->kij", q_kid, k_kid))
+
+    # Chunk by chunk, which stays in the processor's cache.
+    _, (kk_nkij, qk_nkij) = lax.scan(products, None, (q_nikd, k_nikd))
 
     lower_ij = np.tril(np.ones((c, c), np.float32))
     strict_ij = np.tril(lower_ij, -1)
     # Sum of the log decays of tokens j+1 to i (0 above the diagonal), and of tokens 0 to i.
-    span_krnij = _dot("im,krnmj->krnij", lower_ij, log_decay_krni[..., None] * strict_ij)
-    decay_krnij = jnp.exp(span_krnij) * lower_ij
-    from_start_krni = jnp.exp(_dot("im,krnm->krni", lower_ij, log_decay_krni))[..., None]
-    to_end_krni = jnp.exp(span_krnij[..., -1, :])[..., None]
+    span_nkrij = _dot("im,nkrmj->nkrij", lower_ij, log_decay_nkri[..., None] * strict_ij)
+    decay_nkrij = jnp.exp(span_nkrij) * lower_ij * k_norm_nk1i[..., None, :]
+    from_start_nkri = jnp.exp(_dot("im,nkrm->nkri", lower_ij, log_decay_nkri))
+    to_end_nkri = jnp.exp(span_nkrij[..., -1, :])
 
-    kk_krnij = _dot("knid,knjd->knij", k_knid, k_knid)[:, None]
-    a_krnij = beta_krni[..., None] * (kk_krnij * (decay_krnij * strict_ij))
-    p_krnij = _dot("knid,knjd->knij", q_knid, k_knid)[:, None] * decay_krnij
-    # What each token writes is u - w S, with S the state at the chunk's start. beta and the decays scale columns
-    # of the small inverse instead of rows of the long operands.
-    inverse_krnij = (
-        _invert_unit_lower(a_krnij.reshape(-1, c, c)).reshape(a_krnij.shape) * beta_krni[..., None, :]
-    )
-    u_krniv = _dot("krnij,krnjv->krniv", inverse_krnij, v_krniv)
-    w_krnid = _dot("krnij,knjd->krnid", inverse_krnij * from_start_krni[..., 0][..., None, :], k_knid)
-    q_in_krnid = q_knid[:, None] * from_start_krni
-    k_out_krnid = k_knid[:, None] * to_end_krni
+    a_nkrij = (beta_nkri * k_norm_nk1i)[..., None] * (kk_nkij[:, :, None] * (decay_nkrij * strict_ij))
+    p_nkrij = q_norm_nk1i[..., None] * (qk_nkij[:, :, None] * decay_nkrij)
+    # beta scales columns of the small inverse instead of rows of what it is multiplied with.
+    inverse_nkrij = _invert_unit_lower(a_nkrij.reshape(-1, c, c)).reshape(a_nkrij.shape)
+    inverse_nkrij = inverse_nkrij * beta_nkri[..., None, :]
 
     def step(state_krdv, chunk):
-        u_kriv, w_krid, q_in_krid, p_krij, k_out_krid, whole_kr11 = chunk
-        new_kriv = u_kriv - _dot("krid,krdv->kriv", w_krid, state_krdv)
-        out_kriv = _dot("krid,krdv->kriv", q_in_krid, state_krdv) + _dot("krij,krjv->kriv", p_krij, new_kriv)
-        return whole_kr11 * state_krdv + _dot("krid,kriv->krdv", k_out_krid, new_kriv), out_kriv
+        q_ikd, k_ikd, v_ikrv, p_krij, inverse_krij, q_in_kri1, k_in_kri1, k_out_kri1, whole_kr11 = chunk
+        q_krid, k_krid = (
+            jnp.broadcast_to(x_ikd.transpose(1, 0, 2)[:, None], (n_k, n_r, c, d)) for x_ikd in (q_ikd, k_ikd)
+        )
+        known_kriv = k_in_kri1 * _dot("krid,krdv->kriv", k_krid, state_krdv)
+        new_kriv = _dot("krij,krjv->kriv", inverse_krij, v_ikrv.transpose(1, 2, 0, 3) - known_kriv)
+        out_kriv = q_in_kri1 * _dot("krid,krdv->kriv", q_krid, state_krdv)
+        out_kriv = out_kriv + _dot("krij,krjv->kriv", p_krij, new_kriv)
+        state_krdv = whole_kr11 * state_krdv + _dot("krid,kriv->krdv", k_krid, k_out_kri1 * new_kriv)
+        return state_krdv, out_kriv.transpose(2, 0, 1, 3)
 
-    by_head = (u_krniv, w_krnid, q_in_krnid, p_krnij, k_out_krnid, from_start_krni[..., -1:, :])
-    by_chunk = tuple(jnp.moveaxis(x, 2, 0) for x in by_head)
-    state_krdv, out_nkriv = lax.scan(step, state_hdv.reshape(n_k, n_r, d, n_v), by_chunk)
-    out_thv = out_nkriv.transpose(0, 3, 1, 2, 4).reshape(n * c, n_h, n_v)[:t]
-    return out_thv, state_krdv.reshape(n_h, d, n_v)
+    by_row = (from_start_nkri * q_norm_nk1i, from_start_nkri * k_norm_nk1i, to_end_nkri * k_norm_nk1i)
+    scales = (*(x_nkri[..., None] for x_nkri in by_row), from_start_nkri[..., -1:, None])
+    by_chunk = (q_nikd, k_nikd, v_nikrv, p_nkrij, inverse_nkrij, *scales)
+    state_krdv, out_nikrv = lax.scan(step, state_hdv.reshape(n_k, n_r, d, n_v), by_chunk)
+    return out_nikrv.reshape(n * c, n_h, n_v)[:t], state_krdv.reshape(n_h, d, n_v)
 
 
 def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b):
