@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DECAY = 0.98  # weight of the past per new observation: about the last 50 count
-# What an estimate keeps each time that nothing was restored because of it: it could never be corrected otherwise. A tier
-# that is really k times too slow is tried again after 100 * ln(k) such times.
+# What an estimate keeps each time that nothing was restored because of it: it could never be corrected otherwise.
+# A tier that is really k times too slow is tried again after 100 * ln(k) such times.
 BELIEF = 0.99
 
 
