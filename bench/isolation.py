@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     add_engine_flags(parser, rounds=40)
     add = parser.add_argument
     add("--streams", type=int, default=4)
-    add("--tokens", type=int, default=512, metavar="N", help="of the prompt that moves")
+    add("--tokens", type=int, default=256, metavar="N", help="of the prompt that moves")
     add("--stream-tokens", type=int, default=8192, metavar="N", help="a stream begins anew after so many")
     add("--window-s", type=float, default=1.0)
     add("--case-mb-s", type=float, default=CASE_MB_S, metavar="MB/S", help="stored and restored, in all")
