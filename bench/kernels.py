@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.machine import MIB, LoadMeter, MatrixFloor, describe_machine
+from bench.machine import MIB, CopyRate, LoadMeter, MatrixFloor, describe_machine
 from bench.measuring import spread
 from pallas_kernels._programs import Program
 from pallas_kernels.aot import KERNELS
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     add("--matrix-side", type=int, default=2048, help="of the product that gives the matrix floor")
     add("--json", action="store_true")
     args = parser.parse_args(argv)
-    copy = CopyFloor(args.floor_mib * MIB)
+    copy = CopyRate(args.floor_mib * MIB)
     rows = []
     for program in _programs(args):
         row = measure(program, args.kernels, copy, args)
@@ -71,22 +71,6 @@ def _programs(args: argparse.Namespace) -> list[Program]:
     return found
 
 
-class CopyFloor:
-    """The rate of a plain copy, in bytes read and written per second."""
-
-    def __init__(self, n_bytes: int):
-        array = jnp.ones((n_bytes // 4,), jnp.float32)
-        self._copy = jax.jit(lambda x: x + jnp.float32(1))
-        self._run = lambda: self._copy(array).block_until_ready()
-        self._moved_bytes = 2 * array.nbytes
-        self._run()
-
-    def read(self) -> float:
-        began_s = time.perf_counter()
-        self._run()
-        return self._moved_bytes / (time.perf_counter() - began_s)
-
-
 @functools.cache
 def _matrix_floor(dtype: str, side: int) -> MatrixFloor:
     return MatrixFloor(jnp.dtype(dtype), side)
@@ -107,7 +91,7 @@ def stepper(program: Program, backend: str) -> Callable[[], Any]:
     return step
 
 
-def measure(program: Program, backend: str, copy: CopyFloor, args: argparse.Namespace) -> dict[str, Any]:
+def measure(program: Program, backend: str, copy: CopyRate, args: argparse.Namespace) -> dict[str, Any]:
     """A row of the report. Shares are taken round by round, against the floors read in that round."""
     dtype = (
         "bfloat16" if any(s.dtype in (jnp.bfloat16, jnp.uint16) for s in program.args.values()) else "float32"
@@ -121,7 +105,7 @@ def measure(program: Program, backend: str, copy: CopyFloor, args: argparse.Name
     samples, copy_rates, matrix_rates, shares, foreign, cpu = [], [], [], [], [], []
     meter = LoadMeter()
     for _ in range(args.rounds):
-        copy_rates.append(copy.read())
+        copy_rates.append(2 * copy.read())  # read and written
         matrix_rates.append(matrix.read())
         meter.foreign_cores()
         cpu_began_s, began_s = time.process_time(), time.perf_counter()

@@ -96,6 +96,23 @@ class ReadFloor:
         return self.readings_bytes_s(self.reader, 1)[0]
 
 
+class CopyRate:
+    """How fast the device copies a buffer far larger than the last cache, in bytes copied per second.
+
+    In place, each word changed: making new memory can take several times longer than copying.
+    """
+
+    def __init__(self, n_bytes: int):
+        self._words = jnp.zeros(n_bytes // 4, jnp.uint32)
+        self._copy = jax.jit(lambda words: words + jnp.uint32(1), donate_argnums=0)
+        self.read()  # compiles
+
+    def read(self) -> float:
+        began_s = time.perf_counter()
+        self._words = self._copy(self._words).block_until_ready()
+        return self._words.nbytes / (time.perf_counter() - began_s)
+
+
 class MatrixFloor:
     """The rate of one large square product of the model's dtype, in operations per second."""
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bench.first_tokens import (
@@ -29,7 +27,7 @@ from bench.first_tokens import (
     forget,
     running_engine,
 )
-from bench.machine import MIB, LoadMeter
+from bench.machine import MIB, CopyRate, LoadMeter
 from bench.measuring import spread
 from bench.reporting import bench_options, common_parser, print_report, use_cache
 from bench.tier_traffic import TierTraffic, behind
@@ -42,20 +40,6 @@ TARGET_FACTOR = 1.25
 TARGET_EXTRA_S = 0.005
 PROMPT_SALT = "restore"
 BEHIND_BYTES = 512 * MIB
-
-
-class CopyRate:
-    """How fast the device copies a buffer far larger than the last cache, in bytes copied per second."""
-
-    def __init__(self, n_bytes: int):
-        self._words = jnp.zeros(n_bytes // 4, jnp.uint32)
-        self._copy = jax.jit(jnp.copy)
-        self.read()  # compiles
-
-    def read(self) -> float:
-        began_s = time.perf_counter()
-        self._copy(self._words).block_until_ready()
-        return self._words.nbytes / (time.perf_counter() - began_s)
 
 
 class ReadRate:
