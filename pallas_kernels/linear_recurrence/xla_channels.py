@@ -1,9 +1,8 @@
 """The delta rule with a decay for each key channel (KDA), as XLA runs it: what CPU uses. Pure functions.
 
-The chunked form of xla.py, but the decay stays inside the sum over channels. Between the two bands of a chunk it is
-split at the later band's first token, so that both exponents are sums of log decays and never positive. Inside a band
-that is a product as well where no channel decays by more than exp(-30) over it; else no split is safe, and each column
-has its own spans, built from the last column to the first. Which of the two depends on this chunk's gates alone.
+The chunked form of xla.py, but the decay stays inside the sum over channels. Between the two halves of a span of tokens
+it is split at the later half's beginning, so that both exponents are sums of log decays and never positive, however
+strong the gates; the halves are treated alike, down to a few tokens, whose pairs are summed one distance at a time.
 Chunks go one after another: a chunk of all heads stays in the processor's cache.
 """
 
@@ -13,83 +12,54 @@ from jax import lax
 
 from pallas_kernels.linear_recurrence._solve import dot, invert_unit_lower, l2norm
 
-_BAND_TOKENS = 16
-
-# exp(30) costs an exponent 30 * 6e-8 of its value: 2e-6, no more than the products around it.
-_MOST_DECAY = 30.0
+# Below this many tokens products are too small to pay. Measured: 2, 4, 8, 16 took 353, 276, 334, 421 ms (2,048 tokens).
+_LEAST_TOKENS = 4
 
 
-def _inside_band(q_xid, k_xid, decay_xid):
-    """Sums over channels of k_i k_j (strictly lower) and q_i k_j (lower) times the decay from j to i, in bands x."""
-    lower_ij = np.tril(np.ones((_BAND_TOKENS, _BAND_TOKENS), np.float32))
-    span_xid = dot("ij,xjd->xid", lower_ij, decay_xid)
-    weak = jnp.min(span_xid[:, -1]) > -_MOST_DECAY
-    kk_xij, qk_xij = lax.cond(weak, _weakly_decayed, _strongly_decayed, q_xid, k_xid, decay_xid, span_xid)
-    return kk_xij * np.tril(lower_ij, -1), qk_xij * lower_ij
+def _scores(q_xid, k_xid, decay_xid):
+    """Sums over channels of k_i k_j (strictly lower) and q_i k_j (lower) [x, n, n], times the decay from j to i."""
+    x, n, d = k_xid.shape
+    if n == _LEAST_TOKENS:
+        return _near_scores(q_xid, k_xid, decay_xid)
+    h = n // 2
+    halves = _scores(*(array.reshape(2 * x, h, d) for array in (q_xid, k_xid, decay_xid)))
+    lower_ij = np.tril(np.ones((h, h), np.float32))
+    decay_in = jnp.exp(dot("ij,xjd->xid", lower_ij, decay_xid[:, h:]))
+    k_out = k_xid[:, :h] * jnp.exp(dot("ij,xjd->xid", 1 - lower_ij, decay_xid[:, :h]))
+
+    def joined(half_xij, late_xid):
+        early_xij, late_xij = (half_xij.reshape(x, 2, h, h)[:, i] for i in range(2))
+        across_xij = dot("xid,xjd->xij", late_xid * decay_in, k_out)
+        above = jnp.concatenate([early_xij, jnp.zeros_like(across_xij)], axis=-1)
+        return jnp.concatenate([above, jnp.concatenate([across_xij, late_xij], axis=-1)], axis=-2)
+
+    return joined(halves[0], k_xid[:, h:]), joined(halves[1], q_xid[:, h:])
 
 
-def _weakly_decayed(q_xid, k_xid, decay_xid, span_xid):
-    """Split at the band's start. The bound holds where this is used; it keeps the gradient of the other case finite."""
-    del decay_xid
-    since_start = jnp.exp(span_xid)
-    k_out_xid = k_xid * jnp.exp(jnp.minimum(-span_xid, jnp.float32(_MOST_DECAY)))
-    return tuple(dot("xid,xjd->xij", x_xid * since_start, k_out_xid) for x_xid in (k_xid, q_xid))
+def _near_scores(q_xid, k_xid, decay_xid):
+    """As `_scores`, for few tokens: one distance after the other."""
+    x, n, _ = k_xid.shape
 
+    def later(array_xid):
+        return jnp.pad(array_xid[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
-def _strongly_decayed(q_xid, k_xid, decay_xid, span_xid):
-    """Column by column."""
-    del span_xid
-    n = q_xid.shape[1]
-    row_i1 = np.arange(n, dtype=np.int32)[:, None]
-    column_j = np.arange(n, dtype=np.int32)
-
-    def column(carry, m):
-        kk_xij, qk_xij, span_xid = carry
-        k_xid_out = lax.dynamic_slice_in_dim(k_xid, m, 1, 1) * jnp.exp(span_xid)
-        chosen_j = column_j == m
-        kk_xij = jnp.where(chosen_j, jnp.sum(k_xid * k_xid_out, axis=-1)[..., None], kk_xij)
-        qk_xij = jnp.where(chosen_j, jnp.sum(q_xid * k_xid_out, axis=-1)[..., None], qk_xij)
-        longer_xid = span_xid + lax.dynamic_slice_in_dim(decay_xid, m, 1, 1)
-        return (kk_xij, qk_xij, jnp.where(row_i1 >= m, longer_xid, jnp.float32(0))), None
-
-    zero_xij = jnp.zeros((*q_xid.shape[:2], n), jnp.float32)
-    start = (zero_xij, zero_xij, jnp.zeros_like(q_xid))
-    (kk_xij, qk_xij, _), _ = lax.scan(column, start, np.arange(n, dtype=np.int32)[::-1].copy())
-    return kk_xij, qk_xij
-
-
-def _scores(q_hid, k_hid, decay_hid):
-    """kk (strictly lower) and qk (lower) of a chunk [h, c, c], decays inside."""
-    n_h, c, d = q_hid.shape
-    bands = c // _BAND_TOKENS
-    split = (n_h * bands, _BAND_TOKENS, d)
-    inside = _inside_band(*(x.reshape(split) for x in (q_hid, k_hid, decay_hid)))
-    kk, qk = (x.reshape(n_h, bands, _BAND_TOKENS, _BAND_TOKENS) for x in inside)
-    if bands == 1:
-        return kk[:, 0], qk[:, 0]
-    early, late = slice(0, _BAND_TOKENS), slice(_BAND_TOKENS, c)
-    lower_ij = np.tril(np.ones((_BAND_TOKENS, _BAND_TOKENS), np.float32))
-    not_first_j = (np.arange(_BAND_TOKENS) > 0).astype(np.float32)
-    inside_hid = dot("ij,hjd->hid", lower_ij * not_first_j, decay_hid[:, late])
-    after_hid = dot("ij,hjd->hid", np.triu(np.ones_like(lower_ij), 1), decay_hid[:, early])
-    decay_in = jnp.exp(inside_hid)
-    k_out = k_hid[:, early] * jnp.exp(after_hid + decay_hid[:, _BAND_TOKENS : _BAND_TOKENS + 1])
-
-    def joined(x, block_hij):
-        above = jnp.concatenate([x[:, 0], jnp.zeros_like(block_hij)], axis=-1)
-        return jnp.concatenate([above, jnp.concatenate([block_hij, x[:, 1]], axis=-1)], axis=-2)
-
-    return (
-        joined(kk, dot("hid,hjd->hij", k_hid[:, late] * decay_in, k_out)),
-        joined(qk, dot("hid,hjd->hij", q_hid[:, late] * decay_in, k_out)),
-    )
+    kk_xi, qk_xi = [jnp.zeros((x, n), jnp.float32)], [jnp.sum(q_xid * k_xid, axis=-1)]
+    before_xid, decay_before_xid, span_xid = k_xid, decay_xid, jnp.zeros_like(decay_xid)
+    for _ in range(1, n):
+        span_xid = span_xid + decay_before_xid
+        before_xid, decay_before_xid = later(before_xid), later(decay_before_xid)
+        decayed_xid = before_xid * jnp.exp(span_xid)
+        kk_xi.append(jnp.sum(k_xid * decayed_xid, axis=-1))
+        qk_xi.append(jnp.sum(q_xid * decayed_xid, axis=-1))
+    place_ilj = np.stack([np.eye(n, k=-distance, dtype=np.float32) for distance in range(n)], axis=1)
+    return tuple(jnp.sum(jnp.stack(s, axis=-1)[..., None] * place_ilj, axis=2) for s in (kk_xi, qk_xi))
 
 
 def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_thd, beta_th, state_hdv):
     """See the entry point."""
     t, _, d = q_tkd.shape
     n_h = v_thv.shape[1]
-    c = _BAND_TOKENS if t <= _BAND_TOKENS else 2 * _BAND_TOKENS
+    c = 16 if t <= 16 else 32
     n = -(-t // c)
 
     def chunks(x):
