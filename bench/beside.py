@@ -76,9 +76,10 @@ class _StepWatch:
         self._thread.join()
 
     def longest_s(self, one: _Asked) -> float:
-        """The longest step that was at work between the request's beginning and its token."""
-        spans = pairwise([*self._began_s, one.began_s + one.took_s])
-        return max((b - a for a, b in spans if a < one.began_s + one.took_s and b > one.began_s), default=0.0)
+        """The longest step that was at work between the request's beginning and its token, at least a poll's time."""
+        ended_s = one.began_s + one.took_s
+        spans = pairwise([*self._began_s, ended_s])
+        return max([STEP_POLL_S, *(b - a for a, b in spans if a < ended_s and b > one.began_s)])
 
 
 def main(argv: Sequence[str]) -> int:

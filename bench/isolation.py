@@ -173,7 +173,7 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"  {result['streams']} streams, a prompt of {result['prompt_tokens']} tokens, {result['rounds']} windows of"
         f" {result['window_s']} s; default rate {result['default_rate_mb_s']:.0f} MB/s",
-        "  place      rate MB/s  asked  moved MB/s  tok/s without  with   share (target 0.98)",
+        f"  place      rate MB/s  asked  moved MB/s  tok/s without  with   share (target {TARGET_SHARE})",
     ]
     for s in result["settings"]:
         error = "" if s["standard_error"] is None else f" +- {s['standard_error']:.3f}"
