@@ -64,7 +64,8 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class ProtocolLimits:
-    """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults).
+    """What the served model allows. `logits_digests`: whether requests may ask for them (--enable-faults),
+    `priorities`: whether they may say how urgent they are (--priorities).
     `can_call_tools`: whether the form of its tool calls is known, `can_constrain`: whether answers can be held to a
     form. `keep_volatile_lines`: system lines that change with each request stay in (--keep-volatile-lines)."""
 
@@ -73,6 +74,7 @@ class ProtocolLimits:
     max_choices: int
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     logits_digests: bool = False
+    priorities: bool = False
     can_call_tools: bool = False
     can_constrain: bool = False
     reasoning_fields: tuple[str, ...] = ServeRequest.reasoning_fields
@@ -177,7 +179,7 @@ def _request(
         return_token_ids=fields.boolean("return_token_ids"),
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
         echo=echo,
-        priority=_priority(fields),
+        priority=_priority(fields, limits),
         cache_salt=_cache_salt(fields),
         cache_receipt=fields.boolean("cache_receipt"),
         logits_digests=_logits_digests(fields, limits),
@@ -252,10 +254,11 @@ def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     return check_token_ids(ids, "stop_token_ids", vocab_size)
 
 
-def _priority(fields: Fields) -> int:
-    if fields.integer("priority") not in (None, 0):
-        raise invalid_value("priority", "this server runs without priorities")
-    return 0
+def _priority(fields: Fields, limits: ProtocolLimits) -> int:
+    priority = fields.integer("priority", -_MAX_COUNT, _MAX_COUNT) or 0
+    if priority and not limits.priorities:
+        raise invalid_value("priority", "this server runs without --priorities on")
+    return priority
 
 
 def _cache_salt(fields: Fields) -> str | None:

@@ -44,6 +44,7 @@ class ServerOptions:
     grid_tokens: int | None
     prefill_tokens: int
     schedule: Schedule
+    priorities: bool
     decode_buckets_rows: tuple[int, ...] | None
     kernels: str
     prefix_cache: bool
@@ -137,6 +138,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         grid_tokens=args.grid_tokens,
         prefill_tokens=args.prefill_tokens,
         schedule=cast(Schedule, args.schedule),
+        priorities=args.priorities == "on",
         decode_buckets_rows=args.decode_buckets,
         kernels=args.kernels,
         prefix_cache=args.prefix_cache == "on",
@@ -244,6 +246,7 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--grid-tokens", type=_grid, metavar="G", help="grid of the prefix cache, a multiple of 64")
     add("--prefill-tokens", type=_count(64), default=2048, metavar="N", help="prompt tokens per step")
     add("--schedule", choices=("balanced", "prefill", "decode"), default="balanced")
+    add("--priorities", choices=("on", "off"), default="off", help="requests may say how urgent they are")
     add("--decode-buckets", type=_buckets, metavar="1,2,4", help="batch sizes of decode steps")
     add("--kernels", choices=("auto", "reference", "xla", "gpu", "tpu"), default="auto")
     add("--prefix-cache", choices=("on", "off"), default="on", help="reuse prompts' beginnings")

@@ -249,6 +249,7 @@ def _load(options: ServerOptions, progress: _ProgressLines) -> _Loaded:
         max_model_tokens,
         min(MAX_CHOICES_AT_ONCE, options.max_waiting),
         logits_digests=options.enable_faults,
+        priorities=options.priorities,
         defaults=folder.defaults,
         can_call_tools=folder.output_format.tool_parser is not None,
         can_constrain=bool(folder.eos_token_ids),

@@ -29,7 +29,16 @@ from runtime.request import (
     QueueFull,
 )
 from runtime.steps import temporary_bytes
-from tests.runtime.engine_harness import ARENA_PAGES, GREEDY, Collector, Harness, options_for, send, wait_idle
+from tests.runtime.engine_harness import (
+    ARENA_PAGES,
+    GREEDY,
+    SHORT,
+    Collector,
+    Harness,
+    options_for,
+    send,
+    wait_idle,
+)
 from tests.shared import shared_path
 
 
@@ -97,6 +106,19 @@ def test_nothing_is_planned_ahead_of_long_steps(hybrid, monkeypatch):
     send(hybrid.engine, hybrid.prompt(4)).last()
     wait_idle(hybrid.engine)
     assert len(ahead) > 30 and not any(ahead[1:])
+
+
+def test_the_lowest_priority_goes_first(hybrid):
+    """Where not all fit at once, whoever came last and is most urgent is served before those that wait."""
+    engine = hybrid.engine
+    long = replace(GREEDY, max_tokens=60)
+    for i in range(8):  # they take all slots
+        send(engine, hybrid.prompt(4)[: 20 + i], long)
+    patient = [send(engine, hybrid.prompt(4)[: 40 + i], SHORT, priority=5) for i in range(3)]
+    urgent = send(engine, hybrid.prompt(4)[:50], SHORT, priority=-1)
+    admitted_s = urgent.last().times.admitted_s
+    assert all(collector.last().times.admitted_s >= admitted_s for collector in patient)
+    wait_idle(engine)
 
 
 def eight(engine: Engine, harness: Harness, at_once: int) -> list[Collector]:

@@ -1,5 +1,6 @@
 """Is a request body turned into the server's own terms, and an answer into the protocol's, for any input?"""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -45,6 +46,15 @@ _JSON = st.recursive(
     ),
     max_leaves=12,
 )
+
+
+def test_priorities_are_taken_where_the_server_has_them() -> None:
+    body = {"messages": MESSAGES, "priority": -3}
+    assert parse_chat(body, dataclasses.replace(LIMITS, priorities=True)).request.priority == -3
+    assert parse_chat({"messages": MESSAGES, "priority": 0}, LIMITS).request.priority == 0
+    with pytest.raises(ApiError) as refused:
+        parse_chat(body, LIMITS)
+    assert refused.value.body.param == "priority" and "--priorities" in refused.value.body.message
 
 
 @settings(max_examples=400, deadline=None)

@@ -35,6 +35,10 @@ def test_flags_reach_their_fields() -> None:
     assert options.compile_cache is None
 
 
+def test_priorities_are_off_unless_asked_for() -> None:
+    assert not parse().priorities and parse("--priorities", "on").priorities
+
+
 def test_the_caches_flags() -> None:
     options = parse()
     assert options.prefix_cache and options.settle_replies and options.cache_policy == "recency"
