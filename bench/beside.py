@@ -9,11 +9,12 @@ the longest of those that they saw.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -94,13 +95,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     use_cache(args)
     most_tokens = args.long_tokens + args.rounds * args.turn_tokens + 64
-    tiers = TierOptions(host_bytes=1024 * MIB, host_reserve_bytes=0)
-    options = engine_options(args, most_tokens, max_concurrency=4, tiers=tiers)
+    how = {"max_concurrency": 4, "tiers": TierOptions(host_bytes=1024 * MIB, host_reserve_bytes=0)}
     if args.device_mib is None:
-        needs = plan_only(options).needs
+        needs = plan_only(engine_options(args, most_tokens, **how)).needs
         arena_bytes = int(ARENA_SHARE * most_tokens / needs.page_tokens) * needs.page_bytes
-        options = replace(options, device_memory_bytes=needs.fixed_bytes + arena_bytes)
-    with running_engine(options) as engine:
+        args.device_mib = math.ceil((needs.fixed_bytes + arena_bytes) / MIB)
+    with running_engine(args, most_tokens, **how) as engine:
         held_tokens = engine.stats().pages_capacity * PAGE_TOKENS
         if not 1.2 * most_tokens < held_tokens < 2 * most_tokens:
             parser.error(f"the arena holds {held_tokens:,} tokens: leave out --device-mib")

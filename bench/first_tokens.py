@@ -67,9 +67,9 @@ def engine_options(
 
 
 @contextmanager
-def running_engine(options: EngineOptions) -> Iterator[Engine]:
-    """Stopped at the end of the block."""
-    engine = build_engine(options)
+def running_engine(args: argparse.Namespace, max_model_tokens: int, **how: Any) -> Iterator[Engine]:
+    """Built as `engine_options` says; stopped at the end of the block."""
+    engine = build_engine(engine_options(args, max_model_tokens, **how))
     engine.start()
     try:
         yield engine

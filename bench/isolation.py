@@ -22,14 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.first_tokens import (
-    add_engine_flags,
-    engine_options,
-    first_token,
-    forget,
-    running_engine,
-    wait_idle,
-)
+from bench.first_tokens import add_engine_flags, first_token, forget, running_engine, wait_idle
 from bench.machine import MIB, LoadMeter
 from bench.measuring import spread
 from bench.reporting import common_parser, print_report, use_cache
@@ -65,9 +58,7 @@ def main(argv: Sequence[str]) -> int:
     max_model_tokens = max(args.tokens, args.stream_tokens) + STREAM_PROMPT_TOKENS
     with (
         behind(args.dir, 512 * MIB) as tiers,
-        running_engine(
-            engine_options(args, max_model_tokens, max_concurrency=args.streams + 1, tiers=tiers)
-        ) as engine,
+        running_engine(args, max_model_tokens, max_concurrency=args.streams + 1, tiers=tiers) as engine,
     ):
         result = measure_isolation(engine, args)
     print_report(args, "isolation", result, table(result))

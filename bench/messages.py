@@ -15,14 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.first_tokens import (
-    FirstToken,
-    add_engine_flags,
-    engine_options,
-    first_token,
-    forget,
-    running_engine,
-)
+from bench.first_tokens import FirstToken, add_engine_flags, first_token, forget, running_engine
 from bench.machine import LoadMeter
 from bench.measuring import spread
 from bench.reporting import common_parser, print_report, use_cache
@@ -52,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     n_tokens = args.tokens // 64 * 64 + 32
     builder = prompt_builder(args, 2 * n_tokens)
     prompts = {count: conversation(builder, count, n_tokens) for count in args.messages}
-    with running_engine(engine_options(args, n_tokens + 64)) as engine:
+    with running_engine(args, n_tokens + 64) as engine:
         result = measure_messages(engine, prompts, args.rounds, args.warm_readings)
     print_report(args, "messages", {"grid_tokens": args.grid_tokens, **result}, table(result))
     return 0

@@ -19,14 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.first_tokens import (
-    FirstToken,
-    add_engine_flags,
-    engine_options,
-    first_token,
-    forget,
-    running_engine,
-)
+from bench.first_tokens import FirstToken, add_engine_flags, first_token, forget, running_engine
 from bench.machine import MIB, CopyRate, LoadMeter
 from bench.measuring import spread
 from bench.reporting import bench_options, common_parser, print_report, use_cache
@@ -95,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     has_behind = set(args.tiers) != {TIERS[DEVICE]}
     with (
         behind(args.dir, BEHIND_BYTES) if has_behind else contextlib.nullcontext() as tiers,
-        running_engine(engine_options(args, n_tokens + 64, tiers=tiers)) as engine,
+        running_engine(args, n_tokens + 64, tiers=tiers) as engine,
         tempfile.TemporaryDirectory(prefix="bench-restore-", dir=args.dir) as folder,
     ):
         rates = Rates(copy_rate, ReadRate(Path(folder)))

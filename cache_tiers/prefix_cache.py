@@ -398,7 +398,8 @@ class PrefixCache:
     # ---- inside
 
     def _count(self, plan: Plan) -> None:
-        """One lookup a request, as it was when the request began: not those that had to wait, nor later ones."""
+        """One lookup a request, as it was when the request began: not those that had to wait, nor later ones. What was
+        passed over for its cost is told to the costs."""
         if plan.purpose != "prompt":
             return
         if plan.again:

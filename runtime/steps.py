@@ -91,11 +91,11 @@ class StepShapes:
 
 @dataclass(frozen=True)
 class Program:
-    """A function to compile: `arguments` are abstract; `donates_state` names the argument `state`."""
+    """A function to compile: `arguments` are abstract; the one at `donated_index` is changed in place."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    state_index: int | None
+    donated_index: int | None
     out_shardings: Any
 
 
@@ -221,7 +221,7 @@ def compile_programs(
 
 
 def lower(program: Program) -> jax.stages.Lowered:
-    donate = () if program.state_index is None else (program.state_index,)
+    donate = () if program.donated_index is None else (program.donated_index,)
     jitted = jax.jit(program.function, donate_argnums=donate, out_shardings=program.out_shardings)
     return jitted.lower(*program.arguments)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.linear_recurrence._solve import dot, invert_unit_lower, l2norm
+from pallas_kernels.linear_recurrence._solve import chunk_tokens, dot, invert_unit_lower, l2norm
 
 # Below this many tokens products are too small to pay. Measured: 2, 4, 8, 16 took 353, 276, 334, 421 ms (2,048 tokens).
 _LEAST_TOKENS = 4
@@ -59,7 +59,7 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_thd, beta_th, state_hdv):
     """See the entry point."""
     t, _, d = q_tkd.shape
     n_h = v_thv.shape[1]
-    c = 16 if t <= 16 else 32
+    c = chunk_tokens(t)
     n = -(-t // c)
 
     def chunks(x):
