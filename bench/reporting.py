@@ -51,7 +51,12 @@ def use_cache(args: argparse.Namespace) -> None:
 
 def print_report(args: argparse.Namespace, name: str, result: dict[str, Any], lines: list[str]) -> None:
     """One JSON object, or the head and `lines` for people."""
-    head = {"bench": name, "model": args.model.resolve().name, "dtype": args.dtype, "machine": describe_machine()}
+    head = {
+        "bench": name,
+        "model": args.model.resolve().name,
+        "dtype": args.dtype,
+        "machine": describe_machine(),
+    }
     if args.json:
         json.dump({**head, **result}, sys.stdout)
         print()
