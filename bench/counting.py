@@ -48,7 +48,7 @@ def decode_work(static: Static, specs: DecoderWeights, n_rows: int, context_toke
     token_bytes = _entry_bytes(static)
     return Work(
         weights_bytes=weights_bytes,
-        state_bytes=2 * n_rows * layout.row_bytes * layout.ranks,
+        state_bytes=2 * n_rows * layout.active_row_bytes * layout.ranks,
         entries_bytes=n_rows * token_bytes * (context_tokens + 1),  # all read, one written
         products_flops=products_flops,
         attention_flops=_attention_flops(static, n_rows * context_tokens),
@@ -65,7 +65,7 @@ def prefill_work(static: Static, specs: DecoderWeights, prompt_tokens: int, tile
     read_tokens = sum(min((i + 1) * tile_tokens, prompt_tokens) for i in range(n_tiles))
     return Work(
         weights_bytes=tile_bytes * n_tiles,
-        state_bytes=2 * n_tiles * static.layout.row_bytes * static.layout.ranks,
+        state_bytes=2 * n_tiles * static.layout.active_row_bytes * static.layout.ranks,
         entries_bytes=token_bytes * (read_tokens + prompt_tokens),
         products_flops=products_flops,
         attention_flops=_attention_flops(static, prompt_tokens * (prompt_tokens + 1) // 2),
@@ -113,10 +113,11 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _entry_bytes(static: Static) -> int:
-    """Entries of one token in the trunk's attention layers."""
-    att = static.config.attention
-    size = 2 * static.plan.n_groups * att.head_dim * jnp.dtype(static.layout.entry_dtype).itemsize
-    return size * _n_layers(static, "attention")
+    """Entries of one token in the trunk's layers, on all ranks."""
+    layout = static.layout
+    trunk = layout.layers[: len(static.config.layers)]
+    words = sum(component.words for layer in trunk for component in layer.components)
+    return words * layout.ranks * jnp.dtype(layout.entry_dtype).itemsize // layout.page_tokens
 
 
 def _n_layers(static: Static, mixer: str) -> int:
@@ -124,14 +125,26 @@ def _n_layers(static: Static, mixer: str) -> int:
 
 
 def _attention_flops(static: Static, n_pairs: int) -> int:
-    att = static.config.attention
-    return 4 * n_pairs * att.n_heads * att.head_dim * _n_layers(static, "attention")
+    """Scores and sums of (query, key) pairs. Raises ValueError for layers that read only some of the keys."""
+    config = static.config
+    mixers = {layer.mixer for layer in config.layers}
+    if (config.latent and config.latent.index) or mixers - {"attention", "latent", "gated_delta", "kda"}:
+        raise ValueError(f"the work of sparse attention ({config.family}) is not counted")
+    flops = 0
+    if (att := config.attention) is not None:
+        flops += 4 * n_pairs * att.n_heads * att.head_dim * _n_layers(static, "attention")
+    if (latent := config.latent) is not None:
+        channels = latent.entry_dim + latent.latent_dim
+        flops += 2 * n_pairs * latent.n_heads * channels * _n_layers(static, "latent")
+    return flops
 
 
 def _recurrence_flops(static: Static, n_tokens: int) -> int:
     """The recurrence token by token: decay, what is known of k, the write, and the read. Chunked forms do more."""
-    delta = static.config.gated_delta
-    if delta is None:
-        return 0
-    per_head = 7 * delta.key_dim * delta.value_dim
-    return n_tokens * per_head * delta.n_value_heads * _n_layers(static, "gated_delta")
+    config, per_token = static.config, 0
+    if (delta := config.gated_delta) is not None:
+        per_head = 7 * delta.key_dim * delta.value_dim
+        per_token += per_head * delta.n_value_heads * _n_layers(static, "gated_delta")
+    if (kda := config.kda) is not None:
+        per_token += 7 * kda.head_dim**2 * kda.n_heads * _n_layers(static, "kda")
+    return n_tokens * per_token

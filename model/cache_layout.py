@@ -1,15 +1,16 @@
 """What one sequence keeps on the device: the bytes of a page and of a row, declared once per model.
 
-A page holds the attention entries of `page_tokens` tokens of all paged layers, one *component* a layer, as raw
-words as wide as the entries (uint32 for float32, uint16 for bfloat16). A row holds what does not grow with
-tokens. Nothing outside `model/` knows more about a model than these numbers (DESIGN section 5.1).
+A page holds what grows with tokens, for `page_tokens` of them: of each layer the *components* that its mixer declares
+(keys and values, latents, index keys, compressed entries), as raw words as wide as the entries (uint32 for float32,
+uint16 for bfloat16). A row holds what does not grow. Nothing outside `model/` knows more about a model than these
+numbers (DESIGN section 5.1).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
+from math import lcm, prod
 
 import jax.numpy as jnp
 
@@ -17,7 +18,6 @@ from model.config import ConfigError, ModelConfig
 from model.params import Plan
 
 PAGE_TOKENS = 64
-MIXERS = ("attention", "gated_delta")  # whose state has a part below
 
 
 class StateWithoutPart(ConfigError):
@@ -26,22 +26,47 @@ class StateWithoutPart(ConfigError):
 
 @dataclass(frozen=True)
 class Component:
-    """One layer's part of a page on one rank: words [offset, offset + prod(shape)), shape [k/v, heads, tokens, dim]."""
+    """One part of a page on one rank: words [offset, offset + prod(shape)). The second axis from the end counts what
+    a page holds: tokens, or pools of them."""
 
-    offset_words: int
-    shape: tuple[int, int, int, int]
+    name: str
+    shape: tuple[int, ...]
+    offset_words: int = 0
+
+    @property
+    def words(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """One array of a row, its shape without the slot axis, over all ranks; `axes` as in ParamSpec."""
+    """One array of a row, its shape without the slot axis, over all ranks; `axes` as in ParamSpec.
+
+    `saved` is False for what is empty at every grid position: an active row has it, a saved one does not.
+    """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     float32: bool
+    saved: bool = True
     split: bool = False
     """Whether each rank has its share of it."""
+
+    def bytes_per_rank(self, plan: Plan, dtype: jnp.dtype) -> int:
+        parts = plan.ranks if self.split else 1
+        return prod(self.shape) * (4 if self.float32 else dtype.itemsize) // parts
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What one layer keeps. Row parts are sorted by name."""
+
+    components: tuple[Component, ...] = ()
+    row: tuple[RowPart, ...] = ()
+
+    def component(self, name: str) -> Component:
+        return next(component for component in self.components if component.name == name)
 
 
 @dataclass(frozen=True)
@@ -51,29 +76,30 @@ class CacheLayout:
     ranks: int
     page_tokens: int
     entry_dtype: str
-    components: tuple[Component, ...]
-    """Of the attention layers in order, then of the MTP layers."""
-    row_parts: tuple[tuple[RowPart, ...], ...]
-    """Of the linear layers in order."""
+    layers: tuple[LayerParts, ...]
+    """Of the trunk's layers in order, then of the MTP layers."""
     hidden: RowPart | None
-    """The trunk's last hidden state, which the next MTP entry needs; None without an MTP layer."""
+    """What the trunk hands to the next MTP entry; None without an MTP layer."""
     row_bytes: int
-    """Bytes of one row on one rank."""
+    """Bytes of one saved row on one rank."""
+    active_row_bytes: int
+    """Bytes of one active row on one rank."""
 
     def describe(self) -> tuple[str, ...]:
         """What the cache keeps on one rank: each kind of part with its number, entries, dtype and bytes."""
         item_bytes = jnp.dtype(self.entry_dtype).itemsize
         kinds: Counter[tuple[str, tuple[int, ...], str, int]] = Counter()
-        for component in self.components:
-            kinds[
-                "page: keys and values", component.shape, self.entry_dtype, prod(component.shape) * item_bytes
-            ] += 1
-        hidden = () if self.hidden is None else ((self.hidden,),)
-        for parts in (*self.row_parts, *hidden):
-            for part in parts:
+        for layer in self.layers:
+            for component in layer.components:
+                n_bytes = component.words * item_bytes
+                kinds[f"page: {component.name}", component.shape, self.entry_dtype, n_bytes] += 1
+        hidden = () if self.hidden is None else (LayerParts(row=(self.hidden,)),)
+        for layer in (*self.layers, *hidden):
+            for part in layer.row:
                 dtype = "float32" if part.float32 else self.entry_dtype
                 n_bytes = prod(part.shape) * jnp.dtype(dtype).itemsize // (self.ranks if part.split else 1)
-                kinds[f"row: {part.name}", part.shape, dtype, n_bytes] += 1
+                kind = "row" if part.saved else "active row"
+                kinds[f"{kind}: {part.name}", part.shape, dtype, n_bytes] += 1
         return tuple(
             f"{count} x {name} {list(shape)} {dtype}, {n_bytes:,} bytes"
             for (name, shape, dtype, n_bytes), count in kinds.items()
@@ -86,7 +112,7 @@ class CacheLayout:
     @property
     def page_words(self) -> int:
         """Words of one page on one rank; at least one, so that models without attention still have an arena."""
-        return max(1, sum(prod(component.shape) for component in self.components))
+        return max(1, sum(component.words for layer in self.layers for component in layer.components))
 
     @property
     def page_bytes(self) -> int:
@@ -98,48 +124,62 @@ class CacheLayout:
         return -(-self.row_bytes // self.page_bytes)
 
 
-def cache_layout(
-    config: ModelConfig, plan: Plan, dtype: jnp.dtype, *, page_tokens: int = PAGE_TOKENS
-) -> CacheLayout:
+def page_tokens_of(config: ModelConfig) -> int:
+    """Tokens of a page: 64, or the least multiple that pools, windows and compression rates divide."""
+    divisors = [PAGE_TOKENS]
+    if config.latent and config.latent.index:
+        divisors.append(config.latent.index.pool_tokens)
+    if compressed := config.compressed:
+        divisors += [compressed.window_tokens, compressed.sparse_tokens, compressed.heavy_tokens]
+    return lcm(*divisors)
+
+
+def cache_layout(config: ModelConfig, plan: Plan, dtype: jnp.dtype) -> CacheLayout:
     """The layout of `config` under `plan`; `dtype` is that of activations and entries.
 
-    Raises StateWithoutPart for a layer of a kind that no part here belongs to.
+    Raises StateWithoutPart for a layer of a kind that declares no parts.
     """
-    for number, layer in enumerate(config.layers):
+    from model.mixers import MIXERS  # here, since mixers build on this file
+
+    page_tokens = page_tokens_of(config)
+    layers: list[LayerParts] = []
+    offset_words = 0
+    mtp = (config.mtp_layer,) * config.mtp_layers if config.mtp_layer else ()
+    for number, layer in enumerate((*config.layers, *mtp)):
         if layer.mixer not in MIXERS:
             raise StateWithoutPart(
                 f"layer {number} ({layer.mixer}) keeps state that no part of the cache holds"
             )
-    groups = plan.local("heads", plan.n_groups)
-    shape = (2, groups, page_tokens, config.attention.head_dim)
-    n_paged = sum(layer.mixer == "attention" for layer in config.layers) + config.mtp_layers
-    components = tuple(Component(i * prod(shape), shape) for i in range(n_paged))
-    parts: list[tuple[RowPart, ...]] = []
-    if (delta := config.gated_delta) is not None:
-        keys, values = delta.n_key_heads, delta.values_per_key
-        conv = RowPart(
-            "conv",
-            (delta.conv_taps - 1, keys, delta.conv_channels_per_key),
-            (None, "linear_heads", None),
-            float32=False,
+        declared = MIXERS[layer.mixer].cache_parts(
+            config, plan, layer, page_tokens, mtp=number >= len(config.layers)
         )
-        state = RowPart(
-            "state",
-            (keys, values, delta.key_dim, delta.value_dim),
-            ("linear_heads", None, None, None),
-            float32=True,
+        components = []
+        for component in declared.components:
+            components.append(Component(component.name, component.shape, offset_words))
+            offset_words += component.words
+        layers.append(
+            LayerParts(tuple(components), tuple(sorted((_split(p, plan) for p in declared.row), key=_name)))
         )
-        parts = [(conv, state) for layer in config.layers if layer.mixer == "gated_delta"]
-    hidden = RowPart("hidden", (config.hidden_size,), (None,), float32=False) if config.mtp_layers else None
-    parts = [
-        tuple(replace(part, split=any(axis in plan.split for axis in part.axes)) for part in layer)
-        for layer in parts
-    ]
-    row_bytes = sum(_bytes_per_rank(part, plan, dtype) for layer in parts for part in layer)
-    if hidden:
-        row_bytes += _bytes_per_rank(hidden, plan, dtype)
-    return CacheLayout(plan.ranks, page_tokens, dtype.name, components, tuple(parts), hidden, row_bytes)
+    hidden = None
+    if config.mtp_layers:
+        shape = config.hidden_shape
+        hidden = RowPart("hidden", shape, (None,) * len(shape), float32=False)
+    rows = [part for layer in layers for part in layer.row] + ([hidden] if hidden else [])
+    return CacheLayout(
+        ranks=plan.ranks,
+        page_tokens=page_tokens,
+        entry_dtype=dtype.name,
+        layers=tuple(layers),
+        hidden=hidden,
+        row_bytes=sum(part.bytes_per_rank(plan, dtype) for part in rows if part.saved),
+        active_row_bytes=sum(part.bytes_per_rank(plan, dtype) for part in rows),
+    )
 
 
-def _bytes_per_rank(part: RowPart, plan: Plan, dtype: jnp.dtype) -> int:
-    return prod(part.shape) * (4 if part.float32 else dtype.itemsize) // (plan.ranks if part.split else 1)
+def _name(part: RowPart) -> str:
+    return part.name
+
+
+def _split(part: RowPart, plan: Plan) -> RowPart:
+    split = any(axis in plan.split for axis in part.axes)
+    return RowPart(part.name, part.shape, part.axes, part.float32, part.saved, split)

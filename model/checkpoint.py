@@ -7,7 +7,6 @@ complete: they are written beside them and renamed, so a killed run leaves nothi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -21,13 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from model.config import ConfigError, load_config
 from model.decoder import declare_decoder
-from model.loading import CheckpointError, check_checkpoint, export_tensors, load_params, weight_files
+from model.loading import check_checkpoint, export_tensors, load_params
 from model.orbax_store import (
     MANIFEST,
     Manifest,
@@ -35,12 +33,12 @@ from model.orbax_store import (
     StoredTensor,
     digest,
     is_orbax,
-    numpy_dtype,
     read_manifest,
     save_tensors,
     write_manifest,
 )
 from model.params import MESH_AXIS, Plan
+from model.tensor_files import CheckpointError, file_metadata, stored_views, weight_files
 
 Show = Callable[..., Any]
 """Wraps an iterable, as tqdm does; `total` is given where it has no length."""
@@ -64,7 +62,7 @@ def convert(model_dir: Path, orbax_dir: Path, *, show: Show = quietly) -> Manife
         raise CheckpointError(f"{model_dir} is no model folder: it holds no config.json.")
     files = weight_files(model_dir)
     with appearing(orbax_dir) as folder:
-        views = {path: _safetensors_views(path) for path in files}
+        views = {path: stored_views(path) for path in files}
         arrays: dict[str, np.ndarray] = {}
         tensors: dict[str, StoredTensor] = {}
         for name, (path, dtype, values) in show([(n, v) for view in views.values() for n, v in view.items()]):
@@ -72,7 +70,7 @@ def convert(model_dir: Path, orbax_dir: Path, *, show: Show = quietly) -> Manife
             tensors[name] = StoredTensor(values.shape, dtype, digest(values), path.name)
         save_tensors(folder, arrays)
         _copy_other_files(model_dir, folder)
-        manifest = Manifest(tensors, {path.name: _file_metadata(path) for path in files})
+        manifest = Manifest(tensors, {path.name: file_metadata(path) for path in files})
         write_manifest(folder, manifest)
     return manifest
 
@@ -172,7 +170,7 @@ def inspect(model_dir: Path, *, with_tensors: bool = False) -> list[str]:
         tensors = {
             name: StoredTensor(values.shape, dtype, "", path.name)
             for path in weight_files(model_dir)
-            for name, (_, dtype, values) in _safetensors_views(path).items()
+            for name, (_, dtype, values) in stored_views(path).items()
         }
     mixers = [layer.mixer for layer in config.layers]
     n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
@@ -224,29 +222,6 @@ def appearing(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
-
-
-def _safetensors_views(path: Path) -> dict[str, tuple[Path, str, np.ndarray]]:
-    """name -> (file, dtype, values): views of the mapped file, so that nothing is read before it is used."""
-    _file_metadata(path)  # checks that the header is whole and fits the file
-    mapped = np.memmap(path, mode="r", dtype=np.uint8)
-    header_bytes = int(mapped[:8].view("<u8")[0])
-    header = json.loads(mapped[8 : 8 + header_bytes].tobytes())
-    header.pop("__metadata__", None)
-    views = {}
-    for name, entry in header.items():
-        start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-        values = mapped[start:end].view(numpy_dtype(entry["dtype"])).reshape(entry["shape"])
-        views[name] = (path, entry["dtype"], values)
-    return views
-
-
-def _file_metadata(path: Path) -> dict[str, str]:
-    try:
-        with safe_open(path, framework="np") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short: {error}. Fetch the file again.") from None
 
 
 def _copy_other_files(source: Path, target: Path) -> None:

@@ -1,15 +1,14 @@
-"""What a checkpoint's config.json says, in Strata's words: one frozen `ModelConfig` for every supported family.
+"""What shapes a network, in Strata's words: one frozen `ModelConfig` for every supported family.
 
-A family is a reader from the public field names to the same small set of facts; nothing after this file
-knows a model by name. Adding a family of known mixers means adding a reader here (models.md sections 1 and 5).
+A family is a reader (model/families.py) from the public field names of config.json to the same small set of facts;
+nothing after it knows a model by name.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +55,110 @@ class GatedDeltaConfig:
 
 
 @dataclass(frozen=True)
+class KdaConfig:
+    """Kimi delta attention: the delta rule with a decay of its own for every key channel.
+
+    `least_log_decay`: the bound of the gate (GLM), None for the unbounded softplus gate (Kimi).
+    """
+
+    n_heads: int
+    head_dim: int
+    conv_taps: int
+    least_log_decay: float | None
+    stored_a_log_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """How a sparse layer chooses what it reads: pools of tokens, ranked by an index key each."""
+
+    n_heads: int
+    head_dim: int
+    pool_tokens: int
+    most_pools: int
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention without RoPE. An entry is the normed latent and `shared_dim` channels of every
+    head's key beside it. `query_rank` None: queries come straight from the input."""
+
+    n_heads: int
+    latent_dim: int
+    shared_dim: int
+    key_dim: int
+    value_dim: int
+    query_rank: int | None
+    norm_eps: float
+    index: IndexConfig | None
+
+    @property
+    def entry_dim(self) -> int:
+        return self.latent_dim + self.shared_dim
+
+    @property
+    def scale(self) -> float:
+        return (self.key_dim + self.shared_dim) ** -0.5
+
+
+@dataclass(frozen=True)
+class CompressedConfig:
+    """DeepSeek V4's attention: a sliding window, and beyond it entries that stand for `sparse_tokens` (chosen by
+    `index`) or `heavy_tokens` (all read) tokens each. Keys are values: one vector of `head_dim`, whose last
+    `rotary_dims` channels are rotated in pairs."""
+
+    n_heads: int
+    head_dim: int
+    rotary_dims: int
+    query_rank: int
+    window_tokens: int
+    out_groups: int
+    out_rank: int
+    sparse_tokens: int
+    heavy_tokens: int
+    index: IndexConfig
+    window_frequencies: tuple[float, ...]
+    compressed_frequencies: tuple[float, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class StreamsConfig:
+    """mHC: `n` residual streams, mixed around every block by weights that depend on them."""
+
+    n: int
+    eps: float
+    sinkhorn_passes: int
+    weighted_end: bool  # DeepSeek V4; GLM takes their mean
+
+
+@dataclass(frozen=True)
 class MoeConfig:
     n_experts: int
     n_chosen: int
     intermediate_size: int
     shared_intermediate_size: int  # 0: no shared expert
     renormalise: bool
+    scores: str = "softmax"
+    """Of the router's logits: "softmax" over all, "sigmoid", or "sqrtsoftplus"."""
+    biased_choice: bool = False
+    """Whether a bias is added to the scores for the choice (never for the weight)."""
+    n_groups: int = 1
+    n_chosen_groups: int = 1
+    weights_eps: float = 0.0
+    weights_scale: float = 1.0
+    gated_shared: bool = True
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    mixer: str  # "attention" | "gated_delta"
-    mlp: str  # "dense" | "moe"
+    mixer: str
+    """A name in model/mixers.py."""
+    mlp: str
+    """ "dense" | "moe" | "hash_moe" (experts by token id)."""
 
 
 @dataclass(frozen=True)
@@ -79,51 +170,79 @@ class ModelConfig:
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     intermediate_size: int
-    attention: AttentionConfig
-    gated_delta: GatedDeltaConfig | None
     moe: MoeConfig | None
     norm_eps: float
     zero_centred_norms: bool
     tied_embeddings: bool
     max_position_tokens: int
     eos_token_ids: tuple[int, ...]
-    mtp_layers: int
     checkpoint_dtype: str
+    attention: AttentionConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
+    kda: KdaConfig | None = None
+    latent: LatentConfig | None = None
+    compressed: CompressedConfig | None = None
+    streams: StreamsConfig | None = None
+    swiglu_limit: float | None = None
+    mtp_layers: int = 0
+    mtp_layer: LayerConfig | None = None
+    mtp_streams: bool = False
+    """Whether the MTP layer has the trunk's residual streams too, and reads them before their end."""
+    mtp_first_embedding_zero: bool = False
 
     @property
-    def is_hybrid(self) -> bool:
-        return any(layer.mixer == "gated_delta" for layer in self.layers)
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Of what the trunk hands to the MTP layer for one token."""
+        if self.mtp_streams and self.streams is not None:
+            return self.streams.n, self.hidden_size
+        return (self.hidden_size,)
+
+    def without_mtp(self) -> ModelConfig:
+        return replace(self, mtp_layers=0, mtp_layer=None, mtp_streams=False, mtp_first_embedding_zero=False)
 
 
 def load_config(model_dir: Path | str) -> ModelConfig:
     """Reads `config.json` (and the stop tokens of `generation_config.json`) of a model folder.
 
-    Raises ConfigError naming the file and the field.
+    An MTP layer that the config names but of which the folder has no tensor is left out, as published checkpoints
+    without one are. Raises ConfigError naming the file and the field.
     """
     path = Path(model_dir) / "config.json"
     raw = _read_json(path)
     generation = Path(model_dir) / "generation_config.json"
     eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-    return parse_config(raw, eos_token_id=eos, where=str(path))
+    config = parse_config(raw, eos_token_id=eos, where=str(path))
+    if config.mtp_layers:
+        from model.loading import tensor_names  # here, since it builds on this file
+        from model.naming import names_of
+
+        stored = tensor_names(Path(model_dir))
+        if stored and not any(name.startswith(names_of(config).mtp) for name in stored):
+            return config.without_mtp()
+    return config
 
 
 def parse_config(
     raw: Mapping[str, Any], *, eos_token_id: Any = None, where: str = "config.json"
 ) -> ModelConfig:
     """As `load_config`, from the parsed JSON; `eos_token_id` (of the generation config) wins over the config's."""
+    from model.config_fields import Fields
+    from model.families import READERS  # here, since it builds on this file
+    from model.quantised import check_method
+
     text = {**{k: v for k, v in raw.items() if k != "text_config"}, **raw.get("text_config", {})}
     model_type = text.get("model_type")
-    reader = _READERS.get(str(model_type))
+    reader = READERS.get(str(model_type).removesuffix("_text"))
     if reader is None:
         raise ConfigError(
-            f"{where}: model_type {model_type!r} is not supported. "
-            f"Strata runs: {', '.join(sorted(k for k in _READERS if not k.endswith('_text')))}."
+            f"{where}: model_type {model_type!r} is not supported. Strata runs: {', '.join(sorted(READERS))}."
         )
-    fields = _Fields(text, where)
+    check_method(text, where)
+    fields = Fields(text, where)
     config = reader(fields, str(model_type).removesuffix("_text"))
     eos = eos_token_id if eos_token_id is not None else text.get("eos_token_id")
     ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
-    return config(eos_token_ids=ids)
+    return replace(config, eos_token_ids=ids)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -138,181 +257,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object.")
     return value
-
-
-class _Fields:
-    """Typed access to the raw fields, with errors that name the file and the field."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{self.where}: {name} must be a number, not {value!r}.")
-        return float(value)
-
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self.number(name, default)
-        if value != int(value) or value < least:
-            raise ConfigError(
-                f"{self.where}: {name} must be a whole number of at least {least}, not {value}."
-            )
-        return int(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.raw.get(name)
-        return default if value is None else bool(value)
-
-    def require(self, name: str, allowed: tuple[Any, ...], default: Any) -> None:
-        value = self.raw.get(name, default)
-        if value not in allowed:
-            raise ConfigError(
-                f"{self.where}: {name} {value!r} is not supported (only {', '.join(map(str, allowed))})."
-            )
-
-
-def _attention(fields: _Fields, *, qk_norm: bool, gated: bool) -> AttentionConfig:
-    n_heads = fields.count("num_attention_heads")
-    n_kv_heads = fields.count("num_key_value_heads", n_heads)
-    head_dim = fields.count("head_dim", fields.count("hidden_size") // n_heads)
-    if n_heads % n_kv_heads:
-        raise ConfigError(
-            f"{fields.where}: num_attention_heads {n_heads} is no multiple of num_key_value_heads {n_kv_heads}."
-        )
-    fields.require("attention_bias", (False, None), False)
-    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    rope_fields = _Fields({**fields.raw, **rope}, fields.where)
-    rotary_dims = int(head_dim * rope_fields.number("partial_rotary_factor", 1.0))
-    frequencies = _inverse_frequencies(
-        rope_fields, rotary_dims, rope.get("rope_type", rope.get("type", "default"))
-    )
-    return AttentionConfig(n_heads, n_kv_heads, head_dim, rotary_dims, frequencies, qk_norm, gated)
-
-
-def _inverse_frequencies(fields: _Fields, rotary_dims: int, rope_type: str) -> tuple[float, ...]:
-    theta = fields.number("rope_theta", 10000.0)
-    plain = [theta ** (-2 * i / rotary_dims) for i in range(rotary_dims // 2)]
-    if rope_type in ("default", "mrope"):
-        return tuple(plain)
-    if rope_type == "linear":
-        return tuple(f / fields.number("factor") for f in plain)
-    if rope_type == "llama3":
-        return tuple(_llama3_frequency(fields, f) for f in plain)
-    raise ConfigError(f"{fields.where}: rope type {rope_type!r} is not supported (default, linear, llama3).")
-
-
-def _llama3_frequency(fields: _Fields, frequency: float) -> float:
-    """Llama 3.1's scaling: long waves are slowed by `factor`, short ones kept, those between interpolated."""
-    factor, low, high = (fields.number(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = fields.number("original_max_position_embeddings") * frequency / (2 * math.pi)
-    if turns < low:
-        return frequency / factor
-    if turns > high:
-        return frequency
-    smooth = (turns - low) / (high - low)
-    return (1 - smooth) * frequency / factor + smooth * frequency
-
-
-def _moe(fields: _Fields, *, renormalise: bool, shared: bool) -> MoeConfig:
-    n_experts, n_chosen = fields.count("num_experts"), fields.count("num_experts_per_tok")
-    if n_chosen > n_experts:
-        raise ConfigError(f"{fields.where}: num_experts_per_tok {n_chosen} exceeds num_experts {n_experts}.")
-    shared_size = fields.count("shared_expert_intermediate_size") if shared else 0
-    return MoeConfig(n_experts, n_chosen, fields.count("moe_intermediate_size"), shared_size, renormalise)
-
-
-def _sparse(fields: _Fields, index: int) -> bool:
-    every = fields.count("decoder_sparse_step", 1)
-    return index not in (fields.raw.get("mlp_only_layers") or []) and (index + 1) % every == 0
-
-
-def _qwen_hybrid(fields: _Fields, family: str) -> Callable[..., ModelConfig]:
-    n_layers = fields.count("num_hidden_layers")
-    every = fields.count("full_attention_interval", 4)
-    derived = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(n_layers)]
-    kinds = fields.raw.get("layer_types") or derived
-    names = {"full_attention": "attention", "linear_attention": "gated_delta"}
-    if len(kinds) != n_layers or any(kind not in names for kind in kinds):
-        raise ConfigError(
-            f"{fields.where}: layer_types must name num_hidden_layers = {n_layers} of {', '.join(names)}."
-        )
-    has_moe = family != "qwen3_5"
-    sparse = [has_moe and (family == "qwen3_5_moe" or _sparse(fields, i)) for i in range(n_layers)]
-    gated_delta = GatedDeltaConfig(
-        n_key_heads=fields.count("linear_num_key_heads", 16),
-        n_value_heads=fields.count("linear_num_value_heads", 32),
-        key_dim=fields.count("linear_key_head_dim", 128),
-        value_dim=fields.count("linear_value_head_dim", 128),
-        conv_taps=fields.count("linear_conv_kernel_dim", 4, least=2),
-        grouped_checkpoint=family == "qwen3_next",
-    )
-    if gated_delta.n_value_heads % gated_delta.n_key_heads:
-        raise ConfigError(f"{fields.where}: linear_num_value_heads is no multiple of linear_num_key_heads.")
-    fields.require("hidden_act", ("silu",), "silu")
-    mtp_name = "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
-    renormalise = fields.flag("norm_topk_prob", True) if family == "qwen3_next" else True
-    moe = _moe(fields, renormalise=renormalise, shared=True) if has_moe else None
-    return _common(
-        fields,
-        family,
-        layers=tuple(
-            LayerConfig(names[kind], "moe" if s else "dense") for kind, s in zip(kinds, sparse, strict=True)
-        ),
-        attention=_attention(
-            _Fields({"partial_rotary_factor": 0.25, **fields.raw}, fields.where), qk_norm=True, gated=True
-        ),
-        gated_delta=gated_delta,
-        moe=moe,
-        zero_centred_norms=True,
-        mtp_layers=fields.count(mtp_name, 0, least=0),
-    )
-
-
-def _dense(fields: _Fields, family: str) -> Callable[..., ModelConfig]:
-    fields.require("hidden_act", ("silu",), "silu")
-    fields.require("mlp_bias", (False, None), False)
-    fields.require("use_sliding_window", (False, None), False)
-    n_layers = fields.count("num_hidden_layers")
-    return _common(
-        fields,
-        family,
-        layers=(LayerConfig("attention", "dense"),) * n_layers,
-        attention=_attention(fields, qk_norm=family == "qwen3", gated=False),
-        gated_delta=None,
-        moe=None,
-        zero_centred_norms=False,
-        mtp_layers=0,
-    )
-
-
-def _common(fields: _Fields, family: str, **specific: Any) -> Callable[..., ModelConfig]:
-    dense = any(layer.mlp == "dense" for layer in specific["layers"])
-
-    def finish(*, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-        return ModelConfig(
-            family=family,
-            vocab_size=fields.count("vocab_size"),
-            hidden_size=fields.count("hidden_size"),
-            intermediate_size=fields.count("intermediate_size") if dense else 0,
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
-            tied_embeddings=fields.flag("tie_word_embeddings", False),
-            max_position_tokens=fields.count("max_position_embeddings", 2048),
-            eos_token_ids=eos_token_ids,
-            checkpoint_dtype=str(fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"),
-            **specific,
-        )
-
-    return finish
-
-
-_READERS: dict[str, Callable[[_Fields, str], Callable[..., ModelConfig]]] = {
-    "qwen3_next": _qwen_hybrid,
-    "qwen3_5": _qwen_hybrid,
-    "qwen3_5_text": _qwen_hybrid,
-    "qwen3_5_moe": _qwen_hybrid,
-    "qwen3_5_moe_text": _qwen_hybrid,
-    "qwen3": _dense,
-    "llama": _dense,
-}

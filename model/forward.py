@@ -13,13 +13,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from model.batch import TOP_LOGPROBS, DecodeBatch, StepOutput, TileBatch
-from model.decoder import DecoderWeights, LayerWeights
-from model.layers import attention, gated_delta, mlp
-from model.layers.linear import embed, logits_of, rms_norm
-from model.mtp import mtp_input
+from model.config import ModelConfig
+from model.decoder import DecoderWeights
+from model.layers import mlp, streams
+from model.layers.context import Rotation, Tile, Tokens
+from model.layers.in_place import after
+from model.layers.linear import embed, logits_of, rms_norm, rotations
+from model.mixers import MIXERS
+from model.mtp import write_mtp
 from model.rows import save_row_if
 from model.sampling import remember, sample
-from model.state import DeviceState, LinearRow
+from model.state import DeviceState
 from model.static import Static
 
 HEAD_ROWS = 4
@@ -48,24 +52,22 @@ def decode(
     params: DecoderWeights, state: DeviceState, batch: DecodeBatch, static: Static
 ) -> tuple[DeviceState, StepOutput]:
     """Feeds each sequence its slot's last token and samples the next, which becomes the slot's last token."""
-    embedded = embed(params.embedding, state.last_token_s[batch.slots_b], static.plan, static.mesh)
-    rotation = attention.rotations(static.config, batch.position_b)
-
-    def mix(weights: LayerWeights, normed: jax.Array, pages: jax.Array, place: Any) -> tuple[jax.Array, Any]:
-        if isinstance(place, LinearRow):
-            return gated_delta.mix_tokens(weights.mixer, normed, place, batch.slots_b, static)
-        return attention.attend_tokens(
-            weights.mixer, normed, pages, batch.page_table_bp, batch.position_b, rotation, place, static
-        )
-
-    hidden, pages, rows = _layers(params, embedded, state.pages_rnw, state.rows, mix, static)
-    hidden = _final_norm(params, hidden, static)
+    token_ids = state.last_token_s[batch.slots_b]
+    embedded = embed(params.embedding, token_ids, static.plan, static.mesh)
+    at = Tokens(
+        batch.slots_b,
+        batch.position_b,
+        batch.page_table_bp,
+        token_ids,
+        _rotations(static.config, batch.position_b),
+    )
+    hidden, left, pages, rows = _trunk(params, embedded, state.pages_rnw, state.rows, at, static)
     last_hidden = state.hidden_sh
     if last_hidden is not None:
         before = last_hidden[batch.slots_b]
-        position = _after(hidden, batch.position_b)
-        pages = _write_mtp(params, embedded, before, pages, batch.page_table_bp, position, rotation, static)
-        last_hidden = last_hidden.at[batch.slots_b].set(hidden)
+        at = at.replace(position_b=after(hidden, batch.position_b))
+        pages, rows = write_mtp(params.mtp, embedded, before, pages, rows, at.position_b, at, static)
+        last_hidden = last_hidden.at[batch.slots_b].set(left)
     logits = _logits(params, hidden, static)
     output = sample(
         logits,
@@ -126,45 +128,56 @@ def _logits(params: DecoderWeights, hidden_bh: jax.Array, static: Static) -> jax
     return static.replicated(static.constrain(logits_of(hidden_bh, head), None, "vocab"))
 
 
-def _final_norm(params: DecoderWeights, x: jax.Array, static: Static) -> jax.Array:
-    return rms_norm(x, params.norm, static.config.norm_eps, zero_centred=static.config.zero_centred_norms)
+def _rotations(config: ModelConfig, positions_t: jax.Array) -> dict[str, Rotation]:
+    """RoPE's tables for these positions, by the names under which mixers look for them."""
+    if config.attention is not None:
+        return {"main": rotations(config.attention.inverse_frequencies, positions_t)}
+    if (compressed := config.compressed) is not None:
+        return {
+            "window": rotations(compressed.window_frequencies, positions_t),
+            "compressed": rotations(compressed.compressed_frequencies, positions_t),
+        }
+    return {}
 
 
-def _layers(params, x, pages, rows, mix, static):  # type: ignore[no-untyped-def]
-    """All layers over x; `mix(weights, normed, pages, row or component)` is the mixer at hand."""
+def _norm(x: jax.Array, weight: jax.Array, static: Static) -> jax.Array:
+    return rms_norm(x, weight, static.config.norm_eps, zero_centred=static.config.zero_centred_norms)
+
+
+def _trunk(params, embedded, pages, rows, at, static):  # type: ignore[no-untyped-def]
+    """All layers -> (hidden states [T, H] for the head, what the MTP layer reads, pages, rows)."""
     config = static.config
-    rows, components = list(rows), iter(static.layout.components)
-    linear_index = 0
-    for layer, weights in zip(config.layers, params.layers, strict=True):
-        normed = rms_norm(x, weights.mixer_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
-        if layer.mixer == "attention":
-            mixed, pages = mix(weights, normed, pages, next(components))
-        else:
-            mixed, rows[linear_index] = mix(weights, normed, pages, rows[linear_index])
-            linear_index += 1
-        x = static.replicated(x + mixed)
-        normed = rms_norm(x, weights.mlp_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
-        feed_forward = mlp.moe if layer.mlp == "moe" else mlp.dense
-        x = static.replicated(x + feed_forward(weights.mlp, normed, static))
-    return x, pages, tuple(rows)
+    x = embedded if config.streams is None else streams.start(embedded, static)
+    rows = list(rows)
+    for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
+        mixer, parts = MIXERS[layer.mixer], static.layout.layers[i]
+        step = mixer.tile if isinstance(at, Tile) else mixer.tokens
+
+        def mix(read, weights=weights, step=step, parts=parts, i=i):  # type: ignore[no-untyped-def]
+            nonlocal pages
+            normed = _norm(read, weights.mixer_norm, static)
+            mixed, pages, rows[i] = step(weights.mixer, normed, pages, rows[i], parts, at, static)
+            return mixed
+
+        def feed_forward(read, weights=weights, layer=layer):  # type: ignore[no-untyped-def]
+            normed = _norm(read, weights.mlp_norm, static)
+            if layer.mlp == "dense":
+                return mlp.dense(weights.mlp, normed, static)
+            return mlp.moe(weights.mlp, normed, at.token_ids_t, static)
+
+        x = _add(x, weights.mixer_streams, mix, static)
+        x = _add(x, weights.mlp_streams, feed_forward, static)
+    ended = x if config.streams is None else streams.end(params.end, x, static)
+    hidden = _norm(ended, params.norm, static)
+    return hidden, x if config.mtp_streams else hidden, pages, tuple(rows)
 
 
-def _after(computed, index):  # type: ignore[no-untyped-def]
-    """`index` (never negative), known only when `computed` is. A write to the arena that does not wait for the reads
-    before it makes XLA copy the arena."""
-    bits = lax.bitcast_convert_type(
-        computed.ravel()[0], jnp.int32 if computed.dtype.itemsize == 4 else jnp.int16
-    )
-    return jnp.maximum(index, jnp.minimum(bits.astype(jnp.int32), 0))
-
-
-def _write_mtp(params, embedded, before, pages, page_table, position, rotation, static):  # type: ignore[no-untyped-def]
-    """The MTP layer's entries of tokens whose predecessors' final hidden states are `before`."""
-    read = mtp_input(params.mtp, embedded, before, static)
-    component = static.layout.components[-static.config.mtp_layers]
-    return attention.write_entries(
-        params.mtp.layers[0].mixer, read, pages, page_table, position, rotation, component, static
-    )
+def _add(x, stream_weights, block, static):  # type: ignore[no-untyped-def]
+    """The residual after a block: added to, or mixed where there are streams."""
+    if stream_weights is None:
+        return static.replicated(x + block(x))
+    read, written = streams.enter(stream_weights, x, static)
+    return static.replicated(streams.leave(x, block(read), *written, static))
 
 
 def _run_tiles(
@@ -183,25 +196,17 @@ def _run_tiles(
         # Tied to this round of the loop: XLA CPU would convert all of a bfloat16 table before it, to look up in.
         embedding, _ = lax.optimization_barrier((params.embedding, i))
         embedded = embed(embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
-        rotation = attention.rotations(static.config, start + jnp.arange(tile_tokens, dtype=jnp.int32))
-
-        def mix(
-            weights: LayerWeights, normed: jax.Array, pages: jax.Array, place: Any
-        ) -> tuple[jax.Array, Any]:
-            if isinstance(place, LinearRow):
-                return gated_delta.mix_tile(weights.mixer, normed, place, slot, valid, static)
-            return attention.attend_tile(weights.mixer, normed, pages, table, start, rotation, place, static)
-
-        hidden, pages, rows = _layers(params, embedded, pages, rows, mix, static)
-        hidden = _final_norm(params, hidden, static)
+        positions = start + jnp.arange(tile_tokens, dtype=jnp.int32)
+        at = Tile(slot, start, valid, table, tiles.token_ids_nt[i], _rotations(static.config, positions))
+        hidden, left, pages, rows = _trunk(params, embedded, pages, rows, at, static)
         last = lax.dynamic_slice_in_dim(hidden, valid - 1, 1)
         if last_hidden is not None:
-            before = jnp.concatenate([lax.dynamic_slice_in_dim(last_hidden, slot, 1), hidden[:-1]])
-            pages = _write_mtp(params, embedded, before, pages, table, start, rotation, static)
-            last_hidden = lax.dynamic_update_slice_in_dim(last_hidden, last, slot, 0)
-        pages = save_row_if(
-            pages, (rows, last_hidden), slot, tiles.row_page_ids_nq[i], tiles.saves_n[i], static
-        )
+            before = jnp.concatenate([lax.dynamic_slice_in_dim(last_hidden, slot, 1), left[:-1]])
+            pages, rows = write_mtp(params.mtp, embedded, before, pages, rows, positions, at, static)
+            last_left = lax.dynamic_slice_in_dim(left, valid - 1, 1)
+            last_hidden = lax.dynamic_update_slice_in_dim(last_hidden, last_left, slot, 0)
+        saves = after(hidden, tiles.saves_n[i].astype(jnp.int32))
+        pages = save_row_if(pages, (rows, last_hidden), slot, tiles.row_page_ids_nq[i], saves, static)
         kept = lax.dynamic_update_index_in_dim(kept, hidden if keep_all else last, i, 0)
         return pages, rows, last_hidden, kept
 

@@ -8,43 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 
-from model.config import ModelConfig
+from model.config import ConfigError, ModelConfig
 from model.decoder import declare_decoder
+from model.naming import names_of
 from model.params import ParamSpec, Plan, is_spec, map_specs, sharding_of
+from model.quantised import Part, find_quantised
+from model.tensor_files import CheckpointError, MappedFile, Tensor, canonical_name, weight_files
 
 Progress = Callable[[int, int], None]
 """Called with (bytes placed so far, bytes in all)."""
 
-_TRUNK_PREFIXES = ("model.language_model.", "language_model.model.")
+FLOATS, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I32", "I64")
 _IGNORED = ("model.visual.", "visual.", "model.vision_tower.")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-_NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
-
-
-class CheckpointError(ValueError):
-    """The weight files are missing, damaged, or do not fit the config. The message names every tensor at fault."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of a checkpoint: where it is and what it looks like."""
-
-    file: Path
-    stored_name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class TensorSource(Protocol):
@@ -57,73 +42,66 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """The open safetensors files of one model folder, by canonical tensor name (`model.` prefix)."""
+    """The safetensors files of one model folder, mapped, by canonical tensor name (`model.` prefix)."""
 
-    def __init__(self, model_dir: Path, stack: ExitStack) -> None:
+    def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self._handles = {path: _open(path, stack) for path in weight_files(model_dir)}
-        self.tensors: dict[str, Tensor] = {}
-        for path, handle in self._handles.items():
-            for stored in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
-                piece = handle.get_slice(stored)
-                name = canonical_name(stored)
-                self.tensors[name] = Tensor(path, stored, tuple(piece.get_shape()), piece.get_dtype())
+        self._files = {path: MappedFile(path) for path in weight_files(model_dir)}
+        self.tensors = {
+            canonical_name(tensor.stored_name): tensor
+            for file in self._files.values()
+            for tensor in file.tensors.values()
+        }
 
     def read(self, name: str) -> np.ndarray:
         tensor = self.tensors[name]
-        if tensor.dtype not in _NUMPY_DTYPES:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.stored_name} has dtype {tensor.dtype}; Strata reads "
-                f"{', '.join(_NUMPY_DTYPES)}. Convert the checkpoint to one of them."
-            )
-        return self._handles[tensor.file].get_tensor(tensor.stored_name)
+        return self._files[tensor.file].read(tensor.stored_name)
 
 
-def canonical_name(stored: str) -> str:
-    for prefix in _TRUNK_PREFIXES:
-        if stored.startswith(prefix):
-            return "model." + stored.removeprefix(prefix)
-    return stored
+class Expanded:
+    """A checkpoint whose quantised weights look like plain ones."""
 
-
-def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model folder; those of the index where there is one."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (KeyError, AttributeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from None
-        missing = [name for name in names if not (model_dir / name).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{model_dir}: the index names files that are not there: {', '.join(missing)}."
-            )
-        return [model_dir / name for name in names]
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{model_dir} holds no .safetensors file. Strata loads safetensors or Orbax checkpoints only."
+    def __init__(self, checkpoint: TensorSource) -> None:
+        self.model_dir, self._checkpoint = checkpoint.model_dir, checkpoint
+        stored = checkpoint.tensors
+        self._weights, used = find_quantised(
+            {name: Part(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()}
         )
-    return files
+        self.tensors = {name: tensor for name, tensor in stored.items() if name not in used}
+        for name, weight in self._weights.items():
+            self.tensors[name] = replace(stored[weight.codes.name], shape=weight.shape, dtype="F32")
+
+    def read(self, name: str) -> np.ndarray:
+        weight = self._weights.get(name)
+        if weight is None:
+            return self._checkpoint.read(name)
+        one = weight.global_scale
+        return weight.expand(
+            self._checkpoint.read(weight.codes.name),
+            self._checkpoint.read(weight.scale.name),
+            None if one is None else self._checkpoint.read(one.name),
+        )
 
 
-def open_checkpoint(model_dir: Path, stack: ExitStack) -> TensorSource:
-    """The tensors of a model folder of either form: safetensors, or what `model.checkpoint convert` wrote."""
-    from model import orbax_store  # here, since it builds on this file
-
-    return (
-        orbax_store.OrbaxCheckpoint(model_dir)
-        if orbax_store.is_orbax(model_dir)
-        else Checkpoint(model_dir, stack)
-    )
-
-
-def _open(path: Path, stack: ExitStack) -> Any:
+def tensor_names(model_dir: Path) -> set[str]:
+    """The canonical names of the folder's tensors, from the index where there is one; empty if there are no weights
+    or they cannot be read (loading them says why)."""
+    index = model_dir / "model.safetensors.index.json"
     try:
-        return stack.enter_context(safe_open(path, framework="np"))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short: {error}. Fetch the file again.") from None
+        if index.is_file():
+            return {canonical_name(name) for name in json.loads(index.read_text())["weight_map"]}
+        return set(open_checkpoint(model_dir).tensors)
+    except (CheckpointError, ConfigError, KeyError, TypeError, ValueError, OSError):
+        return set()
+
+
+def open_checkpoint(model_dir: Path) -> TensorSource:
+    """The tensors of a model folder of either form: safetensors, or what `model.checkpoint convert` wrote. Quantised
+    weights are expanded as they are read."""
+    from model import orbax_store  # here, so that safetensors never wait for Orbax
+
+    is_orbax = orbax_store.is_orbax(model_dir)
+    return Expanded(orbax_store.OrbaxCheckpoint(model_dir) if is_orbax else Checkpoint(model_dir))
 
 
 def load_params(
@@ -136,17 +114,16 @@ def load_params(
     plan = Plan.of(config, mesh.size)
     specs = declare_decoder(config, plan)
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    with ExitStack() as stack:
-        checkpoint = open_checkpoint(Path(model_dir), stack)
-        forms = check_checkpoint(specs, config, checkpoint)
-        total = sum(_bytes(spec, dtype) for spec in leaves)
-        placed, arrays = 0, []
-        for spec, form in zip(leaves, forms, strict=True):
-            value = assemble(spec, form, checkpoint, spec.dtype(dtype))
-            arrays.append(place(value, spec, plan, mesh))
-            placed += _bytes(spec, dtype)
-            if progress is not None:
-                progress(placed, total)
+    checkpoint = open_checkpoint(Path(model_dir))
+    forms = check_checkpoint(specs, config, checkpoint)
+    total = sum(_bytes(spec, dtype) for spec in leaves)
+    placed, arrays = 0, []
+    for spec, form in zip(leaves, forms, strict=True):
+        value = assemble(spec, form, checkpoint, spec.dtype(dtype))
+        arrays.append(place(value, spec, plan, mesh))
+        placed += _bytes(spec, dtype)
+        if progress is not None:
+            progress(placed, total)
     return jax.tree.unflatten(tree, arrays)
 
 
@@ -167,9 +144,19 @@ def assemble(spec: ParamSpec, form: int, checkpoint: TensorSource, dtype: np.dty
     read_name, tensor = "", np.empty(0)
     for piece in spec.forms[form]:
         if piece.name != read_name:  # pieces of one tensor follow each other
-            read_name, tensor = piece.name, checkpoint.read(piece.name)
+            read_name, tensor = piece.name, _read(checkpoint, piece.name, spec)
         piece.target(value)[...] = piece.source(tensor).astype(dtype, copy=False)
     return value
+
+
+def _read(checkpoint: TensorSource, name: str, spec: ParamSpec) -> np.ndarray:
+    tensor, allowed = checkpoint.tensors[name], INTEGERS if spec.integers else FLOATS
+    if tensor.dtype not in allowed:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.stored_name} has dtype {tensor.dtype}, without scales that would say what "
+            f"it means; Strata reads {', '.join(allowed)}. Convert the checkpoint to one of them."
+        )
+    return checkpoint.read(name)
 
 
 def check_checkpoint(specs: Any, config: ModelConfig, checkpoint: TensorSource) -> list[int]:
@@ -210,7 +197,7 @@ def _ignored(name: str, config: ModelConfig) -> bool:
         name.startswith(_IGNORED)
         or name.endswith(_IGNORED_SUFFIXES)
         or (config.tied_embeddings and name == "lm_head.weight")
-        or (not config.mtp_layers and name.startswith("mtp."))
+        or (not config.mtp_layers and name.startswith(names_of(config).mtp))
     )
 
 

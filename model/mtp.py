@@ -1,31 +1,70 @@
-"""What the multi-token-prediction layer keeps per token: its attention entries, written as the trunk runs.
+"""What the multi-token-prediction layer keeps per token: written as the trunk runs, for drafts to attend to.
 
-Its input at slot j combines token j with the trunk's final hidden state at j - 1 (models.md section 7), so the
-entry lies in the page of token j and a row carries the last hidden state from tile to tile. Slot 0 has no
-predecessor: it is written from a zero state and nothing ever attends to it.
+Its input at slot j combines token j with what the trunk left at j - 1 (models.md section 7), so the entry lies in the
+page of token j and a row carries the trunk's last state from tile to tile. Slot 0 has no predecessor: it is written
+from a zero state and nothing ever attends to it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from model.decoder import MtpWeights
+from model.layers import streams
+from model.layers.context import Tile
 from model.layers.linear import linear, rms_norm
+from model.mixers import MIXERS
+from model.state import Row
 from model.static import Static
 
 
-def mtp_input(
-    weights: MtpWeights, embedded_th: jax.Array, previous_hidden_th: jax.Array, static: Static
+def mtp_combined(
+    weights: MtpWeights,
+    embedded_th: jax.Array,
+    previous_hidden: jax.Array,
+    positions_t: jax.Array,
+    static: Static,
 ) -> jax.Array:
-    """What the first MTP layer's attention reads, normed: [T, H]."""
+    """The MTP layer's residual at slots `positions_t`: [T, H], or [T, n, H] where it has streams."""
     config = static.config
-    eps, centred = config.norm_eps, config.zero_centred_norms
-    joined = jnp.concatenate(
-        [
-            rms_norm(embedded_th, weights.embedding_norm, eps, zero_centred=centred),
-            rms_norm(previous_hidden_th, weights.hidden_norm, eps, zero_centred=centred),
-        ],
-        axis=-1,
-    )
-    return rms_norm(linear(joined, weights.combine), weights.layers[0].mixer_norm, eps, zero_centred=centred)
+    if config.mtp_first_embedding_zero:
+        embedded_th = jnp.where((positions_t > 1)[:, None], embedded_th, jnp.zeros((), embedded_th.dtype))
+    norm = {"eps": config.norm_eps, "zero_centred": config.zero_centred_norms}
+    embedded = rms_norm(embedded_th, weights.embedding_norm, **norm)
+    hidden = rms_norm(previous_hidden, weights.hidden_norm, **norm)
+    if hidden.ndim == 3:
+        embedded = jnp.broadcast_to(embedded[:, None], hidden.shape)
+    return linear(jnp.concatenate([embedded, hidden], axis=-1), weights.combine)
+
+
+def mtp_input(weights: MtpWeights, combined: jax.Array, static: Static) -> jax.Array:
+    """What the MTP layer's mixer reads, normed: [T, H]."""
+    config, layer = static.config, weights.layers[0]
+    if layer.mixer_streams is not None:
+        combined, _ = streams.enter(layer.mixer_streams, combined, static)
+    return rms_norm(combined, layer.mixer_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
+
+
+def write_mtp(
+    weights: MtpWeights,
+    embedded_th: jax.Array,
+    previous_hidden: jax.Array,
+    pages_rnw: jax.Array,
+    rows: tuple[Row, ...],
+    positions_t: jax.Array,
+    at: Any,
+    static: Static,
+) -> tuple[jax.Array, tuple[Row, ...]]:
+    """Keeps what the MTP layer needs of tokens whose predecessors left `previous_hidden`. -> (pages_rnw, rows)"""
+    config = static.config
+    assert config.mtp_layer is not None
+    combined = mtp_combined(weights, embedded_th, previous_hidden, positions_t, static)
+    read = mtp_input(weights, combined, static)
+    mixer, index = MIXERS[config.mtp_layer.mixer], len(config.layers)
+    write = mixer.write_tile if isinstance(at, Tile) else mixer.write_tokens
+    parts = static.layout.layers[index]
+    pages_rnw, row = write(weights.layers[0].mixer, read, pages_rnw, rows[index], parts, at, static)
+    return pages_rnw, (*rows[:index], row, *rows[index + 1 :])

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from model.loading import CheckpointError, Tensor, canonical_name
+from model.tensor_files import CheckpointError, Tensor, canonical_name, numpy_dtype
 
 WEIGHTS = "weights"
 MANIFEST = "strata_checkpoint.json"
@@ -53,20 +52,6 @@ class Manifest:
     @property
     def n_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor in self.tensors.values())
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype for safetensors' name; CheckpointError for one that Strata does not read."""
-    known = {
-        **{f"F{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
-        **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
-        **{f"U{bits}": np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)},
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-        "BOOL": np.dtype(bool),
-    }
-    if name not in known:
-        raise CheckpointError(f"dtype {name} is not known (only {', '.join(known)})")
-    return known[name]
 
 
 def digest(values: np.ndarray) -> str:

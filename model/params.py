@@ -50,8 +50,11 @@ class ParamSpec:
     init: str
     forms: tuple[tuple[Piece, ...], ...]
     keep_float32: bool = False
+    integers: bool = False
 
     def dtype(self, model_dtype: jnp.dtype) -> jnp.dtype:
+        if self.integers:
+            return jnp.dtype(jnp.int32)
         return jnp.dtype(jnp.float32) if self.keep_float32 else model_dtype
 
 
@@ -59,8 +62,9 @@ class ParamSpec:
 class Plan:
     """How one model is laid over `ranks` devices: which logical axes are split, and the attention's head groups.
 
-    A group is what one rank must hold together: a kv head and its query heads. With fewer kv heads than ranks
-    each kv head is repeated `kv_copies` times. What does not divide is replicated.
+    A group is what one rank must hold together: a kv head and its query heads (0 groups without grouped-query
+    attention). With fewer kv heads than ranks each kv head is repeated `kv_copies` times. What does not divide is
+    replicated.
     """
 
     ranks: int
@@ -72,6 +76,13 @@ class Plan:
     def of(config: ModelConfig, ranks: int) -> Plan:
         n_groups, kv_copies, heads_split = _head_groups(config.attention, ranks)
         sizes = {"vocab": config.vocab_size, "mlp": config.intermediate_size}
+        if config.latent:
+            sizes["latent_heads"] = config.latent.n_heads
+        if config.compressed:
+            # A rank has whole groups of heads, since a group's outputs are projected together.
+            sizes["latent_heads"] = config.compressed.out_groups
+        if config.kda:
+            sizes["linear_heads"] = config.kda.n_heads
         if config.gated_delta:
             sizes["linear_heads"] = config.gated_delta.n_key_heads
         if config.moe:
@@ -88,8 +99,10 @@ class Plan:
         return PartitionSpec(*(MESH_AXIS if axis in self.split else None for axis in axes))
 
 
-def _head_groups(attention: AttentionConfig, ranks: int) -> tuple[int, int, bool]:
+def _head_groups(attention: AttentionConfig | None, ranks: int) -> tuple[int, int, bool]:
     """(groups, copies of each kv head, whether groups are split over the ranks)."""
+    if attention is None:
+        return 0, 1, False
     if attention.n_kv_heads % ranks == 0:
         return attention.n_kv_heads, 1, True
     if ranks % attention.n_kv_heads == 0 and attention.n_heads % ranks == 0:
@@ -111,9 +124,14 @@ def direct(name: str, *shape: int) -> tuple[Piece, ...]:
 
 
 def whole(
-    name: str, *shape: int, axes: tuple[str | None, ...] | None = None, init: str = "normal"
+    name: str,
+    *shape: int,
+    axes: tuple[str | None, ...] | None = None,
+    init: str = "normal",
+    keep_float32: bool = False,
 ) -> ParamSpec:
-    return ParamSpec(shape, axes or (None,) * len(shape), init, (direct(name, *shape),))
+    stored = (direct(name, *shape),)
+    return ParamSpec(shape, axes or (None,) * len(shape), init, stored, keep_float32=keep_float32)
 
 
 def vector(name: str, size: int, init: str) -> ParamSpec:

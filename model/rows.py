@@ -1,6 +1,7 @@
 """How an active row goes into pages of the arena and comes back: saving and restoring checkpoints, in place.
 
-A saved row is the layout's parts in order, as raw words (pallas_kernels/row_copy), each rank its own share.
+A saved row is the layout's saved parts in order, as raw words (pallas_kernels/row_copy), each rank its own share.
+What is not saved is empty at a checkpoint, and zero in a restored row.
 """
 
 from __future__ import annotations
@@ -8,27 +9,34 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from model.params import MESH_AXIS
-from model.state import DeviceState, LinearRow
+from model.state import DeviceState, Row
 from model.static import Static
 from pallas_kernels import row_copy
 
 PAGES, EVERYWHERE = PartitionSpec(MESH_AXIS), PartitionSpec()
 
-Rows = tuple[tuple[LinearRow, ...], jax.Array | None]
-"""All that a slot keeps of its sequence: the linear rows and the trunk's last hidden state."""
+Rows = tuple[tuple[Row, ...], jax.Array | None]
+"""All that a slot keeps of its sequence: the layers' rows and what the trunk hands to the MTP layer."""
 
 
 def _row_specs(static: Static) -> Any:
     """The shardings of `Rows`, as a tree like it."""
     rows = tuple(
-        LinearRow(**{part.name: static.plan.spec(None, *part.axes) for part in parts})
-        for parts in static.layout.row_parts
+        {part.name: static.plan.spec(None, *part.axes) for part in layer.row}
+        for layer in static.layout.layers
     )
     return rows, EVERYWHERE if static.layout.hidden else None
+
+
+def _saved(static: Static) -> list[bool]:
+    """Whether each leaf of `Rows` is in a saved row."""
+    flags = [part.saved for layer in static.layout.layers for part in layer.row]
+    return flags + ([static.layout.hidden.saved] if static.layout.hidden else [])
 
 
 def save_row_if(
@@ -47,7 +55,7 @@ def save_row_if(
         return pages_rnw
     return lax.fori_loop(
         0,
-        wanted.astype("int32"),
+        wanted,
         lambda _, pages: _write_row(pages, rows, slot, row_page_ids_q, static),
         pages_rnw,
     )
@@ -65,7 +73,8 @@ def _write_row(
     layout = static.layout
 
     def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
-        parts = [lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in jax.tree.leaves(rows)]
+        leaves = [leaf for leaf, saved in zip(jax.tree.leaves(rows), _saved(static), strict=True) if saved]
+        parts = [lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in leaves]
         words = row_copy.pack(
             parts, layout.row_pages, layout.page_words, layout.word_dtype, backend=static.backend
         )
@@ -83,8 +92,14 @@ def restore_row(
     def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
         leaves, tree = jax.tree.flatten(rows)
         like = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        saved = _saved(static)
         words = pages.at[0, ids].get(mode="promise_in_bounds")
-        parts = row_copy.unpack(words, like, backend=static.backend)
+        kept = [part for part, is_saved in zip(like, saved, strict=True) if is_saved]
+        unpacked = iter(row_copy.unpack(words, kept, backend=static.backend))
+        parts = [
+            next(unpacked) if is_saved else jnp.zeros(part.shape, part.dtype)
+            for part, is_saved in zip(like, saved, strict=True)
+        ]
         return jax.tree.unflatten(
             tree,
             [

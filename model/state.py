@@ -6,6 +6,7 @@ are scratch: padding reads and writes them and nothing else does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,13 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model.params import MESH_AXIS
 from model.static import Static
 
-
-@struct.dataclass
-class LinearRow:
-    """One linear layer's rows: conv_sjgc (the last inputs of the convolution), state_sgrkv float32."""
-
-    conv: jax.Array
-    state: jax.Array
+Row = Mapping[str, jax.Array]
+"""One layer's rows by the names of its layout's parts, each [slots, ...]; empty where it keeps none."""
 
 
 @struct.dataclass
@@ -36,12 +32,12 @@ class SamplerState:
 
 @struct.dataclass
 class DeviceState:
-    """pages_rnw: words [ranks, pages, words of a page], split over the ranks. rows: one per linear layer.
-    hidden_sh: the trunk's last final-norm state, None without an MTP layer.
+    """pages_rnw: words [ranks, pages, words of a page], split over the ranks. rows: one per layer, the trunk's and
+    then the MTP layers'. hidden_sh: what the trunk last handed to the MTP layer, None without one.
     last_token_s int32: what the next decode step is fed."""
 
     pages_rnw: jax.Array
-    rows: tuple[LinearRow, ...]
+    rows: tuple[Row, ...]
     hidden_sh: jax.Array | None
     last_token_s: jax.Array
     sampler: SamplerState
@@ -57,17 +53,15 @@ def abstract_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
         return jax.ShapeDtypeStruct(shape, kind, sharding=everywhere)
 
     rows = tuple(
-        LinearRow(
-            **{
-                part.name: jax.ShapeDtypeStruct(
-                    (n_slots, *part.shape),
-                    jnp.float32 if part.float32 else dtype,
-                    sharding=NamedSharding(mesh, plan.spec(None, *part.axes)),
-                )
-                for part in parts
-            }
-        )
-        for parts in layout.row_parts
+        {
+            part.name: jax.ShapeDtypeStruct(
+                (n_slots, *part.shape),
+                jnp.float32 if part.float32 else dtype,
+                sharding=NamedSharding(mesh, plan.spec(None, *part.axes)),
+            )
+            for part in layer.row
+        }
+        for layer in layout.layers
     )
     vocab = static.config.vocab_size
     return DeviceState(
@@ -100,4 +94,4 @@ def make_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
 def state_bytes_per_rank(static: Static, n_slots: int) -> int:
     """Bytes of everything but the pages on one rank: rows and samplers."""
     sampler = n_slots * static.config.vocab_size * (4 + 1 + 4) + 4 * n_slots
-    return n_slots * static.layout.row_bytes + sampler
+    return n_slots * static.layout.active_row_bytes + sampler

@@ -17,8 +17,8 @@ import jax
 import jaxlib.version
 
 from cache_tiers.identity import Identity
-from model.loading import weight_files
 from model.static import Static
+from model.tensor_files import weight_files
 
 SOURCE_FOLDERS = ("model", "pallas_kernels")
 READ_BYTES = 16 * 1024**2
@@ -28,12 +28,15 @@ def identity_of(static: Static, grid_tokens: int, model_dir: Path) -> Identity:
     """The identity of one engine, without a tenant's salt."""
     device = static.mesh.devices.flat[0]
     layout = asdict(static.layout)
-    row_keys = ("row_parts", "hidden", "row_bytes")
+    row_layout = {
+        "parts": [layer.pop("row") for layer in layout["layers"]],
+        **{key: layout.pop(key) for key in ("hidden", "row_bytes", "active_row_bytes")},
+    }
     return Identity(
         weights_digest=weights_digest(model_dir),
         model_config=json.dumps(asdict(static.config), sort_keys=True),
-        page_layout=json.dumps({k: v for k, v in layout.items() if k not in row_keys}, sort_keys=True),
-        row_layout=json.dumps({k: layout[k] for k in row_keys}, sort_keys=True),
+        page_layout=json.dumps(layout, sort_keys=True),
+        row_layout=json.dumps(row_layout, sort_keys=True),
         entry_dtype=static.layout.entry_dtype,
         row_dtype="float32",
         weight_format=static.layout.entry_dtype,

@@ -264,7 +264,8 @@ def _set_up(options: EngineOptions) -> _Setup:
         config, tp_plan, layout, mesh, backend=options.kernels, return_logits=options.return_logits
     )
     specs = declare_decoder(config, tp_plan)
-    grid_tokens = options.grid_tokens or (256 if on_cpu else 512)
+    page_tokens = layout.page_tokens
+    grid_tokens = options.grid_tokens or -(-(256 if on_cpu else 512) // page_tokens) * page_tokens
     buckets = options.decode_buckets_rows or default_buckets(
         options.max_concurrency, least=2 if on_cpu and dtype.itemsize == 2 else 1
     )
@@ -345,7 +346,7 @@ def _device_memory(options: EngineOptions) -> tuple[int, str]:
         return options.device_memory_bytes, "--device-memory"
     device = jax.devices()[0]
     if device.platform == "cpu":
-        share = int(_host_memory_bytes() * AUTO_SHARE_CPU) // options.mesh_ranks
+        share = int(host_memory_bytes() * AUTO_SHARE_CPU) // options.mesh_ranks
         return _rounded(share), "a quarter of the machine's memory, --device-memory changes it"
     stats = device.memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
@@ -356,7 +357,7 @@ def _rounded(n_bytes: int) -> int:
     return n_bytes // ROUNDING_BYTES * ROUNDING_BYTES if n_bytes > 4 * ROUNDING_BYTES else n_bytes
 
 
-def _host_memory_bytes() -> int:
+def host_memory_bytes() -> int:
     """The machine's memory, or the control group's limit where that is smaller."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -370,4 +371,4 @@ def _host_memory_bytes() -> int:
 def _swap_bytes(options: EngineOptions) -> int:
     if options.swap_bytes is not None:
         return options.swap_bytes
-    return int(_host_memory_bytes() * SWAP_SHARE)
+    return int(host_memory_bytes() * SWAP_SHARE)

@@ -72,14 +72,14 @@ class MemoryPlan:
         needs = self.needs
         n_running = needs.n_slots - 1
         each = " on each of the devices" if needs.ranks > 1 else ""
-        rows = f"{n_running} sequences at once and a spare, {_size(needs.row_bytes)} each"
-        pages = f"{self.n_pages} pages of {needs.page_tokens} tokens, {_size(needs.page_bytes)} each"
+        rows = f"{n_running} sequences at once and a spare, {size_text(needs.row_bytes)} each"
+        pages = f"{self.n_pages} pages of {needs.page_tokens} tokens, {size_text(needs.page_bytes)} each"
         lines = [
-            f"Device memory: {_size(needs.device_memory_bytes)}{each} ({needs.memory_source})",
-            f"  weights                {_size(needs.weights_bytes):>12}",
-            f"  largest temporary      {_size(needs.temporary_bytes):>12}",
-            f"  active rows            {_size(needs.rows_bytes):>12}  ({rows})",
-            f"  arena                  {_size(self.arena_bytes):>12}  ({pages})",
+            f"Device memory: {size_text(needs.device_memory_bytes)}{each} ({needs.memory_source})",
+            f"  weights                {size_text(needs.weights_bytes):>12}",
+            f"  largest temporary      {size_text(needs.temporary_bytes):>12}",
+            f"  active rows            {size_text(needs.rows_bytes):>12}  ({rows})",
+            f"  arena                  {size_text(self.arena_bytes):>12}  ({pages})",
             f"What fits: {self.arena_tokens:,} tokens in all; a request may have {self.max_model_tokens:,}.",
         ]
         for n_tokens in CONVERSATIONS_TOKENS:
@@ -136,10 +136,10 @@ def _why_not(needs: MemoryNeeds, least_tokens: int, least_pages: int) -> str:
     pages_bytes = least_pages * needs.page_bytes
     missing_bytes = needs.fixed_bytes + pages_bytes - needs.device_memory_bytes
     text = (
-        f"One sequence of {least_tokens:,} tokens does not fit: it needs {_size(pages_bytes)} of pages "
-        f"beside weights of {_size(needs.weights_bytes)}, temporaries of {_size(needs.temporary_bytes)} and "
-        f"active rows of {_size(needs.rows_bytes)}, and the device memory is "
-        f"{_size(needs.device_memory_bytes)} ({needs.memory_source}); {_size(missing_bytes)} are missing. "
+        f"One sequence of {least_tokens:,} tokens does not fit: it needs {size_text(pages_bytes)} of pages "
+        f"beside weights of {size_text(needs.weights_bytes)}, temporaries of {size_text(needs.temporary_bytes)} and "
+        f"active rows of {size_text(needs.rows_bytes)}, and the device memory is "
+        f"{size_text(needs.device_memory_bytes)} ({needs.memory_source}); {size_text(missing_bytes)} are missing. "
     )
     if needs.weights_bytes >= needs.device_memory_bytes:
         return text + (
@@ -155,7 +155,8 @@ def _why_not(needs: MemoryNeeds, least_tokens: int, least_pages: int) -> str:
     return text + "To change that: " + ", or ".join(changes) + "."
 
 
-def _size(n_bytes: int) -> str:
+def size_text(n_bytes: int) -> str:
+    """A number of bytes as people read it."""
     if n_bytes >= GIB:
         return f"{n_bytes / GIB:.2f} GiB"
     if n_bytes >= MIB:

@@ -25,6 +25,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
 _UNIT_BYTES = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MESH = re.compile(r"tp([1-9]\d{0,3})")
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
+PLANNED_CHIPS = ("h100", "h200", "b200", "rtx-pro-6000", "cpu")
 Schedule = Literal["balanced", "prefill", "decode"]
 
 
@@ -53,6 +54,7 @@ class ServerOptions:
     cache_policy: str
     tiers: TierOptions
     plan_only: bool
+    plan_for: str | None
     api_keys: tuple[str, ...]
     metrics_keys: tuple[str, ...]
     admin_keys: tuple[str, ...]
@@ -122,6 +124,8 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
             f" below --max-concurrency {args.max_concurrency};"
             " add a bucket that large, or lower --max-concurrency"
         )
+    if args.plan_for and not args.plan_only:
+        parser.error(f"--plan-for {args.plan_for} plans and serves nothing; add --plan-only")
     _check_keys(parser, args)
     if args.served_model_name == ("*",):
         parser.error("--served-model-name: '*' needs a name beside it, such as my-model,*")
@@ -147,6 +151,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         cache_policy=args.cache_policy,
         tiers=_tiers(parser, args),
         plan_only=args.plan_only,
+        plan_for=args.plan_for,
         api_keys=tuple(args.api_key),
         metrics_keys=tuple(args.metrics_key),
         admin_keys=tuple(args.admin_key),
@@ -254,6 +259,11 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--reuse-generated", choices=("on", "off"), default="off", help="cache what decode steps computed")
     add("--cache-policy", choices=POLICIES, default="recency", help="what is evicted first")
     add("--plan-only", action="store_true", help="print the memory plan and exit")
+    add(
+        "--plan-for",
+        choices=PLANNED_CHIPS,
+        help="with --plan-only: plan for chips that are not here, from config.json alone",
+    )
     add(
         "--compile-cache",
         type=Path,

@@ -277,10 +277,34 @@ def _print_plan(options: ServerOptions) -> int:
 
     with _start_errors():
         model_dir = find_model(options)
+        if options.plan_for is not None:
+            return _print_plan_for(options, model_dir)
         _set_up_devices(options)
         plan = plan_only(_engine_options(options, model_dir), _ProgressLines(threading.Event()))
     print(plan.describe(), flush=True)
     return 0
+
+
+def _print_plan_for(options: ServerOptions, model_dir: Path) -> int:
+    """For chips that are not here; 1 where the model does not fit."""
+    from runtime.engine_builder import host_memory_bytes
+    from runtime.plan_for import CHIPS, plan_for
+
+    chip = CHIPS[str(options.plan_for)]
+    plan = plan_for(
+        model_dir,
+        chip,
+        ranks=options.mesh_ranks,
+        dtype=options.dtype,
+        max_concurrency=options.max_concurrency,
+        prefill_tokens=options.prefill_tokens,
+        memory_bytes=options.device_memory_bytes,
+        machine_bytes=host_memory_bytes(),
+    )
+    host, disk = options.tiers.host_bytes, options.tiers.disk_bytes
+    tiers = ({"host": host} if host else {}) | ({"disk": disk} if disk else {})
+    print(plan.describe(chip.title, tiers), flush=True)
+    return 1 if plan.missing_bytes else 0
 
 
 def _set_up_devices(options: ServerOptions) -> None:

@@ -77,3 +77,12 @@ def running_server(
         reader.join()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def run_to_end(*arguments: str) -> tuple[int, str]:
+    """Exit code and all output of a server that must not start."""
+    start = [sys.executable, "serve.py", "--port", "0", "--compile-cache", str(COMPILED)]
+    command = [*start, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr

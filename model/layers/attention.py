@@ -13,10 +13,12 @@ from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from model.cache_layout import Component
-from model.config import ModelConfig
-from model.layers.linear import linear, rms_norm
+from model.cache_layout import Component, LayerParts
+from model.config import LayerConfig, ModelConfig
+from model.layers.context import Rotation, Tile, Tokens
+from model.layers.linear import linear, rms_norm, rotate
 from model.params import MESH_AXIS, ParamSpec, Piece, Plan, direct, rows, vector
+from model.state import Row
 from model.static import Static
 from pallas_kernels import paged_attention
 
@@ -34,8 +36,18 @@ class AttentionWeights:
     k_norm: jax.Array | None
 
 
-def declare_attention(config: ModelConfig, plan: Plan, prefix: str) -> AttentionWeights:
+def cache_parts(
+    config: ModelConfig, plan: Plan, layer: LayerConfig, page_tokens: int, *, mtp: bool
+) -> LayerParts:
+    att = config.attention
+    assert att is not None
+    groups = plan.local("heads", plan.n_groups)
+    return LayerParts((Component("keys and values", (2, groups, page_tokens, att.head_dim)),))
+
+
+def declare(config: ModelConfig, plan: Plan, layer: LayerConfig, prefix: str) -> AttentionWeights:
     att, hidden = config.attention, config.hidden_size
+    assert att is not None
     groups, dim = plan.n_groups, att.head_dim
     per_group = att.n_heads // groups
     q_rows = per_group * dim * (2 if att.gated else 1)
@@ -74,24 +86,8 @@ def declare_attention(config: ModelConfig, plan: Plan, prefix: str) -> Attention
     )
 
 
-def rotations(config: ModelConfig, positions_t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [T, rotary_dims / 2], float32."""
-    angles = positions_t.astype(jnp.float32)[:, None] * jnp.asarray(
-        config.attention.inverse_frequencies, jnp.float32
-    )
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Half-style RoPE on the first channels of x [T, ..., D]; the rest passes (models.md section 0)."""
-    half = rotation[0].shape[-1]
-    cos, sin = (r.astype(x.dtype).reshape(r.shape[0], *(1,) * (x.ndim - 2), half) for r in rotation)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-
-
 def project(
-    weights: AttentionWeights, x_th: jax.Array, rotation: tuple[jax.Array, jax.Array], static: Static
+    weights: AttentionWeights, x_th: jax.Array, rotation: Rotation, static: Static
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """q_tgrd, k_tgd, v_tgd, gate_tgrd (None where attention is not gated), normed and rotated."""
     config, att = static.config, static.config.attention
@@ -108,7 +104,7 @@ def project(
 
 
 def project_entries(
-    weights: AttentionWeights, x_th: jax.Array, rotation: tuple[jax.Array, jax.Array], static: Static
+    weights: AttentionWeights, x_th: jax.Array, rotation: Rotation, static: Static
 ) -> tuple[jax.Array, jax.Array]:
     """As `project`, keys and values alone."""
     rows = weights.qkv[:, -2 * static.config.attention.head_dim :]
@@ -116,7 +112,7 @@ def project_entries(
 
 
 def _entries(
-    weights: AttentionWeights, kv: jax.Array, rotation: tuple[jax.Array, jax.Array], static: Static
+    weights: AttentionWeights, kv: jax.Array, rotation: Rotation, static: Static
 ) -> tuple[jax.Array, jax.Array]:
     config, dim = static.config, static.config.attention.head_dim
     k, v = kv[..., :dim], kv[..., dim:]
@@ -132,45 +128,38 @@ def finish(weights: AttentionWeights, attended: jax.Array, gate: jax.Array | Non
     return linear(attended.reshape(*attended.shape[:2], -1), weights.out, contract=2)
 
 
-def attend_tile(
+def tile(
     weights: AttentionWeights,
     x_th: jax.Array,
     pages_rnw: jax.Array,
-    page_table_p: jax.Array,
-    start_tokens: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
-    component: Component,
+    row: Row,
+    parts: LayerParts,
+    at: Tile,
     static: Static,
-) -> tuple[jax.Array, jax.Array]:
-    """One tile of one sequence: writes its entries, attends to all before and itself. -> (out_th, pages_rnw)."""
-    q, k, v, gate = project(weights, x_th, rotation, static)
-    where = _where(component, static)
+) -> tuple[jax.Array, jax.Array, Row]:
+    """One tile of one sequence: writes its entries, attends to all before and itself (model/mixers.py)."""
+    where = _where(parts, static)
 
     def local(q, k, v, pages, table, start):  # type: ignore[no-untyped-def]
         pages = _write_tile(pages[0], k, v, table, start, where)
         out = paged_attention.prefill(q, pages, table, start, scale=static.config.attention.scale, **where)
         return out, pages[None]
 
-    heads = static.plan.spec(None, "heads")
-    attended, pages_rnw = static.on_each_rank(
-        local, (heads, heads, heads, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES)
-    )(q, k, v, pages_rnw, page_table_p, start_tokens)
-    return finish(weights, attended, gate), pages_rnw
+    out, pages_rnw = _attend(weights, x_th, pages_rnw, at.page_table_p, at.start_tokens, at, local, static)
+    return out, pages_rnw, row
 
 
-def attend_tokens(
+def tokens(
     weights: AttentionWeights,
     x_bh: jax.Array,
     pages_rnw: jax.Array,
-    page_table_bp: jax.Array,
-    position_b: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
-    component: Component,
+    row: Row,
+    parts: LayerParts,
+    at: Tokens,
     static: Static,
-) -> tuple[jax.Array, jax.Array]:
-    """One token of each of several sequences. -> (out_bh, pages_rnw)."""
-    q, k, v, gate = project(weights, x_bh, rotation, static)
-    where = _where(component, static)
+) -> tuple[jax.Array, jax.Array, Row]:
+    """One token of each of several sequences (model/mixers.py)."""
+    where = _where(parts, static)
 
     def local(q, k, v, pages, table, position):  # type: ignore[no-untyped-def]
         pages = _write_tokens(pages[0], k, v, table, position, where)
@@ -179,40 +168,63 @@ def attend_tokens(
         )
         return out, pages[None]
 
+    out, pages_rnw = _attend(weights, x_bh, pages_rnw, at.page_table_bp, at.position_b, at, local, static)
+    return out, pages_rnw, row
+
+
+def _attend(weights, x, pages_rnw, table, position, at, local, static):  # type: ignore[no-untyped-def]
+    q, k, v, gate = project(weights, x, at.rotations["main"], static)
     heads = static.plan.spec(None, "heads")
     attended, pages_rnw = static.on_each_rank(
         local, (heads, heads, heads, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES)
-    )(q, k, v, pages_rnw, page_table_bp, position_b)
+    )(q, k, v, pages_rnw, table, position)
     return finish(weights, attended, gate), pages_rnw
 
 
-def write_entries(
+def write_tile(
     weights: AttentionWeights,
     x_th: jax.Array,
     pages_rnw: jax.Array,
-    page_table: jax.Array,
-    position: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
-    component: Component,
+    row: Row,
+    parts: LayerParts,
+    at: Tile,
     static: Static,
-) -> jax.Array:
-    """Writes a layer's entries and attends to nothing: of a tile that starts at `position` (page_table [P]), or of
-    one token each of several sequences at `position` (page_table [B, P])."""
-    k, v = project_entries(weights, x_th, rotation, static)
-    where, write = _where(component, static), _write_tile if page_table.ndim == 1 else _write_tokens
+) -> tuple[jax.Array, Row]:
+    """Writes a tile's entries and attends to nothing (model/mixers.py)."""
+    start, table = at.start_tokens, at.page_table_p
+    return _write(weights, x_th, pages_rnw, table, start, parts, at, _write_tile, static), row
+
+
+def write_tokens(
+    weights: AttentionWeights,
+    x_bh: jax.Array,
+    pages_rnw: jax.Array,
+    row: Row,
+    parts: LayerParts,
+    at: Tokens,
+    static: Static,
+) -> tuple[jax.Array, Row]:
+    """As `write_tile`, one token of each of several sequences."""
+    position, table = at.position_b, at.page_table_bp
+    return _write(weights, x_bh, pages_rnw, table, position, parts, at, _write_tokens, static), row
+
+
+def _write(weights, x, pages_rnw, table, position, parts, at, write, static):  # type: ignore[no-untyped-def]
+    k, v = project_entries(weights, x, at.rotations["main"], static)
+    where = _where(parts, static)
 
     def local(k, v, pages, table, position):  # type: ignore[no-untyped-def]
         return write(pages[0], k, v, table, position, where)[None]
 
     heads = static.plan.spec(None, "heads")
     return static.on_each_rank(local, (heads, heads, PAGES, EVERYWHERE, EVERYWHERE), PAGES)(
-        k, v, pages_rnw, page_table, position
+        k, v, pages_rnw, table, position
     )
 
 
-def _where(component: Component, static: Static) -> dict[str, Any]:
+def _where(parts: LayerParts, static: Static) -> dict[str, Any]:
     return {
-        "offset_words": component.offset_words,
+        "offset_words": parts.components[0].offset_words,
         "page_tokens": static.layout.page_tokens,
         "backend": static.backend,
     }

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from model.config import GatedDeltaConfig, ModelConfig
+from model.cache_layout import LayerParts
+from model.config import GatedDeltaConfig, LayerConfig, ModelConfig
+from model.layers import recurrence
 from model.layers.linear import linear
-from model.params import ParamSpec, Piece, direct, rows, vector
-from model.state import LinearRow
-from model.static import Static, shared_trace
-from pallas_kernels import linear_recurrence
+from model.params import ParamSpec, Piece, Plan, direct, rows, vector
+from model.static import Static
 
 
 @struct.dataclass
@@ -54,7 +53,21 @@ class _Widths:
         return self.conv + self.value + 2 * self.gate
 
 
-def declare_gated_delta(config: ModelConfig, prefix: str) -> GatedDeltaWeights:
+def _heads(config: ModelConfig) -> recurrence.Heads:
+    delta = config.gated_delta
+    assert delta is not None
+    return recurrence.Heads(
+        delta.n_key_heads, delta.values_per_key, delta.key_dim, delta.value_dim, delta.conv_taps
+    )
+
+
+def cache_parts(
+    config: ModelConfig, plan: Plan, layer: LayerConfig, page_tokens: int, *, mtp: bool
+) -> LayerParts:
+    return _heads(config).cache_parts()
+
+
+def declare(config: ModelConfig, plan: Plan, layer: LayerConfig, prefix: str) -> GatedDeltaWeights:
     delta, hidden = config.gated_delta, config.hidden_size
     assert delta is not None
     keys, width = delta.n_key_heads, _Widths.of(delta)
@@ -155,13 +168,6 @@ def _project(weights: GatedDeltaWeights, x_th: jax.Array, static: Static) -> tup
     return fused[..., : width.conv].astype(x_th.dtype), z, beta, -jnp.exp(weights.a_log) * step
 
 
-def _split_conv(y: jax.Array, delta: GatedDeltaConfig, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The convolution's outputs [T, keys x c] -> q [T, keys, dk], k, v [T, value heads, dv]."""
-    y = y.reshape(y.shape[0], keys, -1)
-    q, k, v = y[..., : delta.key_dim], y[..., delta.key_dim : 2 * delta.key_dim], y[..., 2 * delta.key_dim :]
-    return q, k, v.reshape(y.shape[0], keys * delta.values_per_key, delta.value_dim)
-
-
 def _finish(
     weights: GatedDeltaWeights, out: jax.Array, z: jax.Array, dtype: jnp.dtype, eps: float
 ) -> jax.Array:
@@ -171,91 +177,4 @@ def _finish(
     return linear(gated.reshape(*gated.shape[:2], -1), weights.out, contract=2)
 
 
-@shared_trace
-def mix_tile(
-    weights: GatedDeltaWeights,
-    x_th: jax.Array,
-    row: LinearRow,
-    slot: jax.Array,
-    valid_tokens: jax.Array,
-    static: Static,
-) -> tuple[jax.Array, LinearRow]:
-    """One tile of one sequence, from its row's state to the next. Padding tokens leave the state untouched."""
-    delta = static.config.gated_delta
-    assert delta is not None
-    mixed, z, beta, log_decay = _project(weights, x_th, static)
-    real = (jnp.arange(x_th.shape[0], dtype=jnp.int32) < valid_tokens)[:, None, None]
-    beta, log_decay = jnp.where(real, beta, 0.0), jnp.where(real, log_decay, 0.0)
-
-    def local(mixed, beta, log_decay, conv_weight, conv, state, slot, valid):  # type: ignore[no-untyped-def]
-        keys = mixed.shape[1]
-        tail = lax.dynamic_index_in_dim(conv, slot, keepdims=False)
-        y, tail = linear_recurrence.short_conv_tile(
-            mixed.reshape(mixed.shape[0], -1),
-            tail.reshape(tail.shape[0], -1),
-            conv_weight.reshape(-1, 1, conv_weight.shape[-1]),
-            valid,
-            backend=static.backend,
-        )
-        q, k, v = _split_conv(y, delta, keys)
-        before = lax.dynamic_index_in_dim(state, slot, keepdims=False)
-        out, after = linear_recurrence.gated_delta_tile(
-            q,
-            k,
-            v,
-            log_decay.reshape(log_decay.shape[0], -1),
-            beta.reshape(beta.shape[0], -1),
-            before.reshape(-1, *before.shape[2:]),
-            backend=static.backend,
-        )
-        conv = lax.dynamic_update_index_in_dim(conv, tail.reshape(conv.shape[1:]), slot, 0)
-        state = lax.dynamic_update_index_in_dim(state, after.reshape(state.shape[1:]), slot, 0)
-        return out.reshape(out.shape[0], keys, delta.values_per_key, -1), conv, state
-
-    return _on_ranks(local, weights, x_th, row, (mixed, z, beta, log_decay), (slot, valid_tokens), static)
-
-
-@shared_trace
-def mix_tokens(
-    weights: GatedDeltaWeights, x_bh: jax.Array, row: LinearRow, slots_b: jax.Array, static: Static
-) -> tuple[jax.Array, LinearRow]:
-    """One token of each of several sequences; their rows advance in place."""
-    delta = static.config.gated_delta
-    assert delta is not None
-
-    def local(mixed, beta, log_decay, conv_weight, conv, state, slots):  # type: ignore[no-untyped-def]
-        n_slots, batch, keys = conv.shape[0], mixed.shape[0], mixed.shape[1]
-        y, tails = linear_recurrence.short_conv_decode(
-            mixed.reshape(batch, -1),
-            conv.reshape(n_slots, conv.shape[1], -1),
-            conv_weight.reshape(-1, 1, conv_weight.shape[-1]),
-            slots,
-            backend=static.backend,
-        )
-        q, k, v = _split_conv(y, delta, keys)
-        out, states = linear_recurrence.gated_delta_decode(
-            q,
-            k,
-            v,
-            log_decay.reshape(batch, -1),
-            beta.reshape(batch, -1),
-            state.reshape(n_slots, -1, *state.shape[3:]),
-            slots,
-            backend=static.backend,
-        )
-        out = out.reshape(batch, keys, delta.values_per_key, -1)
-        return out, tails.reshape(conv.shape), states.reshape(state.shape)
-
-    return _on_ranks(local, weights, x_bh, row, _project(weights, x_bh, static), (slots_b,), static)
-
-
-def _on_ranks(local, weights, x, row, projected, scalars, static):  # type: ignore[no-untyped-def]
-    mixed, z, beta, log_decay = projected
-    heads = static.plan.spec(None, "linear_heads")
-    first, tails = static.plan.spec("linear_heads"), static.plan.spec(None, None, "linear_heads")
-    out, conv, state = static.on_each_rank(
-        local,
-        (heads, heads, heads, first, tails, heads, *(PartitionSpec(),) * len(scalars)),
-        (heads, tails, heads),
-    )(mixed, beta, log_decay, weights.conv, row.conv, row.state, *scalars)
-    return _finish(weights, out, z, x.dtype, static.config.norm_eps), LinearRow(conv, state)
+tile, tokens = recurrence.mixer(_heads, _project, _finish)

@@ -20,10 +20,12 @@ def experts_swiglu(
     expert_ids_tk: jax.Array,
     expert_weights_tk: jax.Array,
     *,
+    limit: float | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """out[t] = sum over k of weight * down(silu(gate(x)) * up(x)) of expert `expert_ids_tk[t, k]`, in x's dtype.
 
+    With a `limit`, gates are at most that and ups within it either way, before the activation.
     `gate_up_e2ih` is [e, 2, i, h], gate before up (the fused checkpoint layout [e, 2i, h] seen as four axes),
     `down_ehi` [e, h, i], both in x's dtype. Ids are int32 in [0, e), distinct in each token; weights are floating.
     Products are accumulated, activated and summed in float32. Under tensor parallelism i is the local part and
@@ -49,4 +51,4 @@ def experts_swiglu(
     _checks.floating(kernel, x_th=x_th, expert_weights_tk=expert_weights_tk)
     _checks.of_dtype(kernel, x_th.dtype, gate_up_e2ih=gate_up_e2ih, down_ehi=down_ehi)
     _checks.integer(kernel, expert_ids_tk=expert_ids_tk)
-    return run(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk)
+    return run(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk, limit=limit)

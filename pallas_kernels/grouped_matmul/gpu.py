@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton, _tuned
+from pallas_kernels.grouped_matmul._activation import swiglu
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ def choose_tiles(e: int, pairs: int, h: int, i: int, word_bytes: int) -> Tiles:
     return _tuned.choose("grouped_matmul", "experts", shape, heuristic)
 
 
-def _kernel(x_ref, row_ref, expert_ref, first_ref, end_ref, weight_ref, out_ref, *, tiles, gated, interpret):
+def _kernel(
+    x_ref, row_ref, expert_ref, first_ref, end_ref, weight_ref, out_ref, *, tiles, gated, limit, interpret
+):
     """Block `program_id(1)`: rows of x named by `row_ref` times the matrices [out, in] of the block's expert."""
     column, block = pl.program_id(0), pl.program_id(1)
     first, end = first_ref[block], end_ref[block]
@@ -71,14 +74,14 @@ def _kernel(x_ref, row_ref, expert_ref, first_ref, end_ref, weight_ref, out_ref,
         start = jnp.zeros((tiles.rows, tiles.outputs), jnp.float32)
         n_steps = pl.cdiv(n_in, tiles.inputs)
         sums = lax.fori_loop(0, n_steps, step, (start,) * (2 if gated else 1))
-        result = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if gated else sums[0]
+        result = swiglu(*sums, limit) if gated else sums[0]
         at = out_ref.at[place[:, None], outputs[None, :]]
         mask = inside[:, None] & (outputs < n_out)[None, :]
         _triton.store(at, result.astype(out_ref.dtype), mask=mask)
 
 
 def experts_swiglu(
-    x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk, *, interpret=False, tiles=None
+    x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk, *, limit=None, interpret=False, tiles=None
 ):
     """See the entry point."""
     n_t, n_k = expert_ids_tk.shape
@@ -103,7 +106,7 @@ def experts_swiglu(
 
     def multiply(x, rows_p, weight, n_out, dtype, gated):
         (out,) = _triton.call(
-            functools.partial(_kernel, tiles=tiles, gated=gated, interpret=interpret),
+            functools.partial(_kernel, tiles=tiles, gated=gated, limit=limit, interpret=interpret),
             x,
             rows_p,
             expert_x,

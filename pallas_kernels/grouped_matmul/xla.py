@@ -6,9 +6,10 @@ experts in use are read. Both read the weights in the checkpoint's [out, in] lay
 4 times as long as either on CPU.)
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.grouped_matmul._activation import swiglu
 
 _FEW_EXPERTS = 16
 
@@ -17,16 +18,16 @@ def _dot(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, precision="highest", preferred_element_type=jnp.float32)
 
 
-def _dense(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk):
+def _dense(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, limit):
     n_e, _, n_i, n_h = gate_up_e2ih.shape
     chosen_tke = expert_ids_tk[:, :, None] == jnp.arange(n_e, dtype=jnp.int32)
     weights_te = jnp.sum(jnp.where(chosen_tke, weights_tk[:, :, None], jnp.float32(0)), axis=1)
     both = _dot("th,xh->tx", x_th, gate_up_e2ih.reshape(-1, n_h)).reshape(-1, n_e, 2, n_i)
-    act_tei = jax.nn.silu(both[:, :, 0]) * both[:, :, 1] * weights_te[:, :, None]
+    act_tei = swiglu(both[:, :, 0], both[:, :, 1], limit) * weights_te[:, :, None]
     return _dot("tei,ehi->th", act_tei.astype(x_th.dtype), down_ehi)
 
 
-def _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_block):
+def _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_block, limit):
     n_t, n_k = expert_ids_tk.shape
     n_e, _, n_i, n_h = gate_up_e2ih.shape
     size = jnp.int32(rows_per_block)
@@ -45,7 +46,7 @@ def _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_bl
         rows = lax.dynamic_slice_in_dim(sorted_ph, first, rows_per_block)
         gate_up = lax.dynamic_index_in_dim(gate_up_e2ih, expert, keepdims=False).reshape(2 * n_i, n_h)
         both = _dot("ph,xh->px", rows, gate_up)
-        act = (jax.nn.silu(both[:, :n_i]) * both[:, n_i:]).astype(x_th.dtype)
+        act = swiglu(both[:, :n_i], both[:, n_i:], limit).astype(x_th.dtype)
         down = lax.dynamic_index_in_dim(down_ehi, expert, keepdims=False)
         # A block's last rows may be the next expert's: the next block starts there and writes over them.
         return lax.dynamic_update_slice_in_dim(out_ph, _dot("pi,hi->ph", act, down), first, 0)
@@ -56,7 +57,7 @@ def _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_bl
     return jnp.sum(out_tkh * weights_tk[:, :, None], axis=1)
 
 
-def experts_swiglu(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk):
+def experts_swiglu(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_tk, *, limit):
     """See the entry point."""
     n_t, n_k = expert_ids_tk.shape
     n_e = gate_up_e2ih.shape[0]
@@ -65,8 +66,8 @@ def experts_swiglu(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, expert_weights_t
         # XLA CPU takes 7 to 14 times longer for a bfloat16 product of one row than of two.
         n_pad = 1 if n_t == 1 else 0
         x, ids, weights = (jnp.pad(a, ((0, n_pad), (0, 0))) for a in (x_th, expert_ids_tk, weights_tk))
-        return _dense(x, gate_up_e2ih, down_ehi, ids, weights)[:n_t].astype(x_th.dtype)
+        return _dense(x, gate_up_e2ih, down_ehi, ids, weights, limit)[:n_t].astype(x_th.dtype)
     mean_rows = n_t * n_k / n_e
     rows_per_block = next((size for size in (8, 16, 32) if size >= mean_rows), 64)
-    out_th = _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_block)
+    out_th = _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_block, limit)
     return out_th.astype(x_th.dtype)

@@ -12,7 +12,9 @@ from tests.shared import shared_path
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model", ["qwen3", "qwen3_5", "qwen3_next", "kimi_linear", "glm5_next", "deepseek_v4"]
+)
 def test_the_parts_described_are_all_the_bytes(model: str, ranks: int) -> None:
     config = load_config(shared_path(f"tiny_models/{model}"))
     layout = cache_layout(config, Plan.of(config, ranks), jnp.dtype("float32"))

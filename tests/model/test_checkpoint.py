@@ -17,9 +17,10 @@ from safetensors.numpy import save_file
 from model import orbax_store
 from model.checkpoint import convert, export, inspect, main, restore
 from model.config import load_config
-from model.loading import CheckpointError, load_params, weight_files
+from model.loading import load_params
 from model.orbax_store import MANIFEST, WEIGHTS, is_orbax
 from model.params import MESH_AXIS
+from model.tensor_files import CheckpointError, weight_files
 from tests.shared import shared_path
 
 TINY = ["qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_nested", "qwen3_5_moe_nested"]

@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from model.config import ConfigError, load_config
 from model.decoder import declare_decoder
-from model.loading import CheckpointError, canonical_name, export_tensors, load_params
+from model.loading import export_tensors, load_params
 from model.params import Plan
+from model.tensor_files import CheckpointError, canonical_name
 from tests.model.driver import mesh_of
 from tests.shared import shared_path
 

@@ -13,7 +13,7 @@ from tests.model.driver import Driver, decode_batch, mesh_of, tiles_of
 from tests.shared import shared_path
 
 TILE_TOKENS, N_TILES, TOLERANCE = 64, 8, 5e-4
-MODELS = ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+MODELS = ("qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "glm5_next", "deepseek_v4")
 QUICK = {("qwen3", 2), ("qwen3_next", 4), ("qwen3_5", 1), ("qwen3_5_moe", 2)}
 CASES = [
     pytest.param(

@@ -233,4 +233,4 @@ def test_resumed_run_repeats_the_uninterrupted_one(corpus: Path, tmp_path: Path)
 def test_demo_shape_is_within_its_bounds() -> None:
     config = parse_config(demo_config())
     n_parameters = sum(int(np.prod(shape)) for _, shape, _ in declared_tensors(config))
-    assert 5e6 < n_parameters < 8e6 and config.mtp_layers == 1 and config.is_hybrid
+    assert 5e6 < n_parameters < 8e6 and config.mtp_layers == 1 and config.gated_delta

@@ -28,6 +28,7 @@ from tests.runtime.engine_harness import (
 from tests.runtime.tiered_engine import HOST, Tiered
 
 LENGTHS = (G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 7 * G, 7 * G + 1, 14 * G)
+OFF_GRID = (G + 6, 2 * G + 15, 3 * G + 16)  # beside pools of 4, windows and rates of 16
 
 
 @pytest.mark.parametrize("n_tokens", LENGTHS)
@@ -215,6 +216,11 @@ def test_aborts_while_restoring_leak_nothing(tiered, uncached, tmp_path):
         pytest.param("qwen3", 1, marks=pytest.mark.slow),
         pytest.param("qwen3_next", 4, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", 2, marks=pytest.mark.slow),
+        pytest.param("kimi_linear", 2, marks=pytest.mark.slow),
+        pytest.param("glm5_next", 1, marks=pytest.mark.slow),
+        pytest.param("glm5_next", 4, marks=pytest.mark.slow),
+        pytest.param("deepseek_v4", 1, marks=pytest.mark.slow),
+        pytest.param("deepseek_v4", 4, marks=pytest.mark.slow),
     ],
 )
 def test_other_models_and_ranks(model, ranks, tmp_path):
@@ -228,7 +234,7 @@ def test_other_models_and_ranks(model, ranks, tmp_path):
     plain = harness.again({"enabled": False})
     try:
         for server, tier in zip(servers, ("host", "disk"), strict=True):
-            for n_tokens in LENGTHS:
+            for n_tokens in (*LENGTHS, *OFF_GRID):
                 prompt = prompt_of(n_tokens, n_tokens)
                 ask(server.engine, prompt, "a").last()
                 server.settle()

@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +14,8 @@ import pytest
 from runtime import chat
 from runtime.devices import accelerator_hint
 from tests.runtime.http_client import Client
-from tests.server_process import COMPILED, REPOSITORY, ServerProcess, running_server
+from tests.server_process import ServerProcess, run_to_end, running_server
 from tests.shared import shared_path
-
-
-def run_to_end(*arguments: str) -> tuple[int, str]:
-    """Exit code and all output of a server that must not start."""
-    start = [sys.executable, "serve.py", "--port", "0", "--compile-cache", str(COMPILED)]
-    command = [*start, *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_flag_that_is_wrong_ends_with_code_2() -> None:

@@ -1,0 +1,457 @@
+"""DeepSeek V4's attention: a sliding window, and beyond it compressed entries (models.md section 4).
+
+Three kinds by the layer's mixer: "sliding" (the window alone), "compressed_sparse" (an entry for every few tokens, of
+which an index chooses) and "compressed_heavy" (an entry for many tokens, all read). The window is a ring in the row;
+compressed entries and index keys are paged; the tokens of a window of compression that is still open, and for the
+sparse kind what the last closed one hands to the next, are in the row too. Entries are the same on every rank; heads
+are split by the groups that are projected together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from model.cache_layout import Component, LayerParts, RowPart
+from model.config import CompressedConfig, LayerConfig, ModelConfig
+from model.layers.context import Tile, Tokens
+from model.layers.in_place import after, exchange_rows, page_slots, set_entries
+from model.layers.linear import linear, rms_norm, rotate_last_pairs, rotations
+from model.params import MESH_AXIS, ParamSpec, Piece, Plan, direct, vector, whole
+from model.state import Row
+from model.static import Static
+from pallas_kernels import compressed_attention, latent_attention
+
+PAGES, EVERYWHERE = PartitionSpec(MESH_AXIS), PartitionSpec()
+WINDOW = "window"
+
+
+@dataclass(frozen=True)
+class _Compressor:
+    """One stream of compressed entries: every `tokens` tokens one of `dim` channels. `handed_on`: each window also
+    reads half of what its predecessor's tokens gave."""
+
+    name: str
+    tokens: int
+    dim: int
+    handed_on: bool
+
+    @property
+    def width(self) -> int:
+        return self.dim * (2 if self.handed_on else 1)
+
+    @property
+    def open_part(self) -> str:
+        return f"open {self.name}"
+
+    @property
+    def handed_part(self) -> str:
+        return f"handed-on {self.name}"
+
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """[values | gates, tokens, channels], float32. The open window is empty on the grid."""
+        open_part = RowPart(
+            self.open_part, (2, self.tokens, self.width), (None,) * 3, float32=True, saved=False
+        )
+        if not self.handed_on:
+            return (open_part,)
+        return open_part, RowPart(self.handed_part, (2, self.tokens, self.dim), (None,) * 3, float32=True)
+
+
+def _compressors(compressed: CompressedConfig, mixer: str) -> tuple[_Compressor, ...]:
+    if mixer == "sliding":
+        return ()
+    if mixer == "compressed_heavy":
+        return (_Compressor("entries", compressed.heavy_tokens, compressed.head_dim, False),)
+    return (
+        _Compressor("entries", compressed.sparse_tokens, compressed.head_dim, True),
+        _Compressor("index keys", compressed.sparse_tokens, compressed.index.head_dim, True),
+    )
+
+
+@struct.dataclass
+class CompressorWeights:
+    """values_gates [values | gates, width, hidden]; bias [tokens, width]; norm [dim]."""
+
+    values_gates: jax.Array
+    bias: jax.Array
+    norm: jax.Array
+
+
+@struct.dataclass
+class CompressedWeights:
+    """query_latent [rank, hidden]; query [heads, d, rank]; entry [d, hidden]; sink [heads]; out_narrow [groups, rank,
+    heads of a group x d]; out [hidden, groups, rank]; the index's query [i, e, rank] and head_weights [i, hidden]."""
+
+    query_latent: jax.Array
+    query_norm: jax.Array
+    query: jax.Array
+    entry: jax.Array
+    entry_norm: jax.Array
+    sink: jax.Array
+    out_narrow: jax.Array
+    out: jax.Array
+    compressors: tuple[CompressorWeights, ...]
+    index_query: jax.Array | None
+    index_head_weights: jax.Array | None
+
+
+def cache_parts(
+    config: ModelConfig, plan: Plan, layer: LayerConfig, page_tokens: int, *, mtp: bool
+) -> LayerParts:
+    compressed = config.compressed
+    assert compressed is not None
+    window = RowPart(WINDOW, (compressed.window_tokens, compressed.head_dim), (None, None), float32=False)
+    streams = _compressors(compressed, layer.mixer)
+    return LayerParts(
+        tuple(Component(c.name, (page_tokens // c.tokens, c.dim)) for c in streams),
+        (window, *(part for c in streams for part in c.row_parts())),
+    )
+
+
+def declare(config: ModelConfig, plan: Plan, layer: LayerConfig, prefix: str) -> CompressedWeights:
+    compressed, hidden = config.compressed, config.hidden_size
+    assert compressed is not None
+    heads, dim, rank = compressed.n_heads, compressed.head_dim, compressed.query_rank
+    groups, narrow = compressed.out_groups, compressed.out_rank
+    group_width = heads // groups * dim
+    index = compressed.index if layer.mixer == "compressed_sparse" else None
+    prefixes = (f"{prefix}compressor.", f"{prefix}indexer.compressor.")
+    return CompressedWeights(
+        query_latent=whole(f"{prefix}wq_a.weight", rank, hidden),
+        query_norm=vector(f"{prefix}q_norm.weight", rank, "ones"),
+        query=ParamSpec(
+            (heads, dim, rank),
+            ("latent_heads", None, None),
+            "normal",
+            (direct(f"{prefix}wq_b.weight", heads * dim, rank),),
+        ),
+        entry=whole(f"{prefix}wkv.weight", dim, hidden),
+        entry_norm=vector(f"{prefix}kv_norm.weight", dim, "ones"),
+        sink=ParamSpec(
+            (heads,), ("latent_heads",), "zeros", (direct(f"{prefix}attn_sink", heads),), keep_float32=True
+        ),
+        out_narrow=ParamSpec(
+            (groups, narrow, group_width),
+            ("latent_heads", None, None),
+            "normal",
+            (direct(f"{prefix}wo_a.weight", groups * narrow, group_width),),
+        ),
+        out=ParamSpec(
+            (hidden, groups, narrow),
+            (None, "latent_heads", None),
+            "normal",
+            (direct(f"{prefix}wo_b.weight", hidden, groups * narrow),),
+        ),
+        compressors=tuple(
+            _declare_compressor(c, hidden, p)
+            for c, p in zip(_compressors(compressed, layer.mixer), prefixes, strict=False)
+        ),
+        index_query=ParamSpec(
+            (index.n_heads, index.head_dim, rank),
+            (None, None, None),
+            "normal",
+            (direct(f"{prefix}indexer.wq_b.weight", index.n_heads * index.head_dim, rank),),
+        )
+        if index
+        else None,
+        index_head_weights=whole(
+            f"{prefix}indexer.weights_proj.weight", index.n_heads, hidden, keep_float32=True
+        )
+        if index
+        else None,
+    )
+
+
+def _declare_compressor(compressor: _Compressor, hidden: int, prefix: str) -> CompressorWeights:
+    width = compressor.width
+    both = tuple(
+        Piece(f"{prefix}{name}.weight", (width, hidden), lambda t: t, lambda p, i=i: p[i])
+        for i, name in enumerate(("wkv", "wgate"))
+    )
+    return CompressorWeights(
+        values_gates=ParamSpec((2, width, hidden), (None, None, None), "normal", (both,)),
+        bias=whole(f"{prefix}ape", compressor.tokens, width, keep_float32=True),
+        norm=vector(f"{prefix}norm.weight", compressor.dim, "ones"),
+    )
+
+
+def _mixer_of(parts: LayerParts, static: Static) -> str:
+    """Which kind a layer is, by what it keeps."""
+    names = [component.name for component in parts.components]
+    return "sliding" if not names else "compressed_sparse" if "index keys" in names else "compressed_heavy"
+
+
+def _project(weights, x, rotation, static):  # type: ignore[no-untyped-def]
+    """q_thx and the window's entry [T, x], rotated, and the query's latent."""
+    eps = static.config.norm_eps
+    latent = rms_norm(linear(x, weights.query_latent), weights.query_norm, eps, zero_centred=False)
+    q = static.constrain(linear(latent, weights.query), None, "latent_heads", None)
+    q = rms_norm(q, jnp.ones((), jnp.float32), eps, zero_centred=False)
+    return rotate_last_pairs(q, rotation), _entry(weights, x, rotation, static), latent
+
+
+def _entry(weights, x, rotation, static):  # type: ignore[no-untyped-def]
+    entry = rms_norm(linear(x, weights.entry), weights.entry_norm, static.config.norm_eps, zero_centred=False)
+    return rotate_last_pairs(entry, rotation)
+
+
+def _finish(weights, attended_thx, rotation, static):  # type: ignore[no-untyped-def]
+    """Rotates back what values carried, then projects each group of heads narrowly, then all."""
+    turned = rotate_last_pairs(attended_thx, rotation, back=True)
+    grouped = turned.reshape(turned.shape[0], weights.out_narrow.shape[0], -1)
+    narrow = jnp.einsum("tgi,goi->tgo", grouped, weights.out_narrow, preferred_element_type=jnp.float32)
+    return linear(narrow.astype(turned.dtype), weights.out, contract=2)
+
+
+def tile(
+    weights: CompressedWeights,
+    x_th: jax.Array,
+    pages_rnw: jax.Array,
+    row: Row,
+    parts: LayerParts,
+    at: Tile,
+    static: Static,
+) -> tuple[jax.Array, jax.Array, Row]:
+    """One tile of one sequence (model/mixers.py)."""
+    return _mix(weights, x_th, pages_rnw, row, parts, at, static, _tile_on_rank)
+
+
+def tokens(
+    weights: CompressedWeights,
+    x_bh: jax.Array,
+    pages_rnw: jax.Array,
+    row: Row,
+    parts: LayerParts,
+    at: Tokens,
+    static: Static,
+) -> tuple[jax.Array, jax.Array, Row]:
+    """One token of each of several sequences (model/mixers.py)."""
+    return _mix(weights, x_bh, pages_rnw, row, parts, at, static, _tokens_on_rank)
+
+
+def _mix(weights, x, pages_rnw, row, parts, at, static, on_rank):  # type: ignore[no-untyped-def]
+    mixer = _mixer_of(parts, static)
+    rotation = at.rotations["window" if mixer == "sliding" else "compressed"]
+    q, entry, latent = _project(weights, x, rotation, static)
+    given = tuple(
+        jnp.stack([linear(x, c.values_gates[i], keep_float32=True) for i in range(2)])
+        for c in weights.compressors
+    )
+    index = None
+    if weights.index_query is not None:
+        settings = static.config.compressed.index
+        head_weights = linear(x.astype(jnp.float32), weights.index_head_weights)
+        index_q = rotate_last_pairs(linear(latent, weights.index_query), rotation)
+        index = (index_q, head_weights * jnp.float32(settings.n_heads**-0.5))
+
+    def local(q, sink, entry, given, compressors, index, pages, row, at):  # type: ignore[no-untyped-def]
+        out, pages, row = on_rank(
+            mixer, q, sink, entry, given, compressors, index, pages[0], row, parts, at, static
+        )
+        return out, pages[None], row
+
+    heads = static.plan.spec(None, "latent_heads")
+    first = static.plan.spec("latent_heads")
+    attended, pages_rnw, row = static.on_each_rank(
+        local,
+        (heads, first, *(EVERYWHERE,) * 4, PAGES, EVERYWHERE, EVERYWHERE),
+        (heads, PAGES, EVERYWHERE),
+    )(q, weights.sink, entry, given, weights.compressors, index, pages_rnw, row, at)
+    return _finish(weights, attended, rotation, static), pages_rnw, row
+
+
+def write_tile(weights, x_th, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
+    """Keeps a tile's window and attends to nothing, in an MTP layer, which is a sliding one (model/mixers.py)."""
+    entry = _entry(weights, x_th, at.rotations["window"], static)
+    return pages_rnw, {WINDOW: _ring_after_tile(row[WINDOW], entry, at)}
+
+
+def write_tokens(weights, x_bh, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
+    """As `write_tile`, one token of each of several sequences."""
+    entry = _entry(weights, x_bh, at.rotations["window"], static)
+    return pages_rnw, {WINDOW: _ring_after_tokens(row[WINDOW], entry, at)}
+
+
+def _ring_after_tile(ring_swx, entry_tx, at):  # type: ignore[no-untyped-def]
+    """Position p lies in place p mod w. After the tile, each place holds the latest position there is for it."""
+    n_w, n_t = ring_swx.shape[1], entry_tx.shape[0]
+    before = lax.dynamic_index_in_dim(ring_swx, at.slot, keepdims=False)
+    last = at.start_tokens + at.valid_tokens - 1
+    latest = last - (last - jnp.arange(n_w, dtype=jnp.int32)) % n_w
+    of_tile = latest - at.start_tokens
+    ring = jnp.where((of_tile >= 0)[:, None], entry_tx[jnp.clip(of_tile, 0, n_t - 1)], before)
+    return lax.dynamic_update_index_in_dim(ring_swx, ring.astype(ring_swx.dtype), at.slot, 0)
+
+
+def _ring_after_tokens(ring_swx, entry_bx, at):  # type: ignore[no-untyped-def]
+    return set_entries(ring_swx, at.slots_b, at.position_b % ring_swx.shape[1], entry_bx, axis=0)
+
+
+def _closed(compressor, weights, windows, before, first_window, static):  # type: ignore[no-untyped-def]
+    """The entries of closed windows, [m, dim] float32, rotated at their first tokens' positions.
+
+    windows [values | gates, m, tokens, width]; `before`: what the window before the first of them handed on, the gates
+    of which count for nothing where there is none.
+    """
+    values, gates = windows
+    if compressor.handed_on:
+        dim = compressor.dim
+        handed = jnp.concatenate([before[:, None], windows[:, :-1, :, :dim]], axis=1)
+        none_before = (first_window + jnp.arange(values.shape[0], dtype=jnp.int32) == 0)[:, None, None]
+        values = jnp.concatenate([handed[0], values[..., dim:]], axis=1)
+        gates = jnp.concatenate([jnp.where(none_before, -jnp.inf, handed[1]), gates[..., dim:]], axis=1)
+    summed = jnp.sum(jax.nn.softmax(gates, axis=1) * values, axis=1)
+    entries = rms_norm(summed, weights.norm, static.config.norm_eps, zero_centred=False)
+    first_tokens = (first_window + jnp.arange(entries.shape[0], dtype=jnp.int32)) * compressor.tokens
+    frequencies = static.config.compressed.compressed_frequencies
+    return rotate_last_pairs(entries, rotations(frequencies, first_tokens))
+
+
+def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
+    compressed, page_tokens = static.config.compressed, static.layout.page_tokens
+    n_t, n_w = entry.shape[0], compressed.window_tokens
+    row = dict(row)
+    positions = at.start_tokens + jnp.arange(n_t, dtype=jnp.int32)
+    # A tile starts at a multiple of the window, so the ring lies in order before it.
+    near = jnp.concatenate([lax.dynamic_index_in_dim(row[WINDOW], at.slot, keepdims=False), entry])
+    near_position = at.start_tokens - n_w + jnp.arange(n_w + n_t, dtype=jnp.int32)
+    back = positions[:, None] - near_position
+    near_valid = (near_position >= 0) & (back >= 0) & (back < n_w)
+    ids = lax.dynamic_slice_in_dim(at.page_table_p, at.start_tokens // page_tokens, n_t // page_tokens)
+    for compressor, weight, both in zip(_compressors(compressed, mixer), weights, given, strict=True):
+        pages, row = _compress_tile(compressor, weight, both, pages, row, ids, parts, at, static)
+    far = None
+    if mixer != "sliding":
+        table = jnp.broadcast_to(at.page_table_p, (n_t, at.page_table_p.shape[0]))
+        far = _far(mixer, index, pages, at.page_table_p, table, positions, parts, static)
+    out = compressed_attention.attend_tile(
+        q, near, near_valid, sink, far, scale=compressed.scale, backend=static.backend
+    )
+    row[WINDOW] = _ring_after_tile(row[WINDOW], entry, at.replace(slot=after(out, at.slot)))
+    return out, pages, row
+
+
+def _compress_tile(compressor, weights, both_2tc, pages, row, ids, parts, at, static):  # type: ignore[no-untyped-def]
+    """Writes the entries of windows that close in the tile; leaves the open one, and what the last hands on."""
+    m, component = compressor.tokens, parts.component(compressor.name)
+    both_2tc = both_2tc.at[1].add(jnp.tile(weights.bias, (both_2tc.shape[1] // m, 1)))
+    windows = both_2tc.reshape(2, -1, m, compressor.width)
+    before = None
+    if compressor.handed_on:
+        before = lax.dynamic_index_in_dim(row[compressor.handed_part], at.slot, keepdims=False)
+    entries = _closed(compressor, weights, windows, before, at.start_tokens // m, static)
+    pages = latent_attention.write_tile(
+        pages,
+        entries.astype(jnp.dtype(static.layout.entry_dtype)),
+        ids,
+        offset_words=component.offset_words,
+        page_tokens=component.shape[0],
+        backend=static.backend,
+    )
+    n_closed = at.valid_tokens // m
+    padded = jnp.pad(windows, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    rest = lax.dynamic_index_in_dim(padded, n_closed, axis=1, keepdims=False)
+    still_open = (jnp.arange(m, dtype=jnp.int32) < at.valid_tokens % m)[:, None]
+    rows = row[compressor.open_part]
+    row[compressor.open_part] = lax.dynamic_update_index_in_dim(
+        rows, jnp.where(still_open, rest, jnp.float32(0)), at.slot, 0
+    )
+    if compressor.handed_on:
+        last = lax.dynamic_index_in_dim(windows, jnp.maximum(n_closed - 1, 0), axis=1, keepdims=False)
+        handed = jnp.where(n_closed > 0, last[..., : compressor.dim], before)
+        rows = row[compressor.handed_part]
+        row[compressor.handed_part] = lax.dynamic_update_index_in_dim(
+            rows, handed, after(entries, at.slot), 0
+        )
+    return pages, row
+
+
+def _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
+    compressed = static.config.compressed
+    row = dict(row)
+    row[WINDOW] = _ring_after_tokens(row[WINDOW], entry, at)
+    near = row[WINDOW][at.slots_b]
+    n_w = compressed.window_tokens
+    held = at.position_b[:, None] - (at.position_b[:, None] - jnp.arange(n_w, dtype=jnp.int32)) % n_w
+    for compressor, weight, both in zip(_compressors(compressed, mixer), weights, given, strict=True):
+        pages, row = _compress_tokens(compressor, weight, both, pages, row, parts, at, static)
+    far = None
+    if mixer != "sliding":
+        table = at.page_table_bp
+        far = _far(mixer, index, pages, table, table, at.position_b, parts, static)
+    out = compressed_attention.attend_tokens(
+        q, near, held >= 0, sink, far, scale=compressed.scale, backend=static.backend
+    )
+    return out, pages, row
+
+
+def _compress_tokens(compressor, weights, both_2bc, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
+    """Adds each token to its open window, and writes the entry of a window that it closes."""
+    m, component = compressor.tokens, parts.component(compressor.name)
+    place, window = at.position_b % m, at.position_b // m
+    both_2bc = both_2bc.at[1].add(weights.bias[place])
+    open_rows = set_entries(row[compressor.open_part], at.slots_b, place, both_2bc.transpose(1, 0, 2), axis=1)
+    closes = place == m - 1
+    handed_rows = row.get(compressor.handed_part)
+
+    def entry(args):  # type: ignore[no-untyped-def]
+        slot, window, closes = args
+
+        def close():  # type: ignore[no-untyped-def]
+            given = lax.dynamic_index_in_dim(open_rows, slot, keepdims=False)
+            before = None
+            if handed_rows is not None:
+                before = lax.dynamic_index_in_dim(handed_rows, slot, keepdims=False)
+            return _closed(compressor, weights, given[:, None], before, window, static)[0]
+
+        return lax.cond(closes, close, lambda: jnp.zeros((compressor.dim,), jnp.float32))
+
+    entry_bx = lax.map(entry, (at.slots_b, window, closes))
+    ids, slots_in_page = page_slots(at.page_table_bp, window, component.shape[0])
+    pages = latent_attention.write_tokens(
+        pages,
+        entry_bx.astype(jnp.dtype(static.layout.entry_dtype)),
+        jnp.where(closes, ids, 0),  # page 0 is scratch
+        slots_in_page,
+        offset_words=component.offset_words,
+        backend=static.backend,
+    )
+    row[compressor.open_part] = open_rows
+    if handed_rows is not None:
+        new = open_rows[at.slots_b][..., : compressor.dim]
+        row[compressor.handed_part] = exchange_rows(handed_rows, after(entry_bx, at.slots_b), new, closes)
+    return pages, row
+
+
+def _far(mixer, index, pages, own_table, table_bp, positions, parts, static) -> Any:  # type: ignore[no-untyped-def]
+    """What each token reads of the compressed entries whose windows have closed."""
+    compressed = static.config.compressed
+    entries = parts.component("entries")
+    where: dict[str, Any] = dict(offset_words=entries.offset_words, page_entries=entries.shape[0])
+    if mixer == "compressed_heavy":
+        n_entries = (positions + 1) // compressed.heavy_tokens
+        return compressed_attention.Far(pages, own_table, n_entries_b=n_entries, **where)
+    keys, (index_q, head_weights) = parts.component("index keys"), index
+    n_entries = (positions + 1) // compressed.sparse_tokens
+    scores = latent_attention.index_scores(
+        index_q,
+        head_weights,
+        pages,
+        table_bp,
+        n_entries,
+        offset_words=keys.offset_words,
+        page_pools=keys.shape[0],
+        scale=compressed.index.head_dim**-0.5,
+        backend=static.backend,
+    )
+    chosen = latent_attention.chosen_positions(
+        scores, n_entries - 1, pool_tokens=1, most_pools=compressed.index.most_pools, backend=static.backend
+    )
+    return compressed_attention.Far(pages, own_table, chosen_bk=chosen, **where)

@@ -1,0 +1,61 @@
+"""How do pages and rows change in place, without a copy of them? Small steps that mixers share.
+
+XLA copies a whole array where a write to it does not wait for the reads before it. So a write is made to depend on
+what was computed from them (`after`), and rows are changed by slices in a loop.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def after(computed, index):  # type: ignore[no-untyped-def]
+    """`index` (never negative), known only when `computed` is."""
+    bits = lax.bitcast_convert_type(
+        computed.ravel()[0], jnp.int32 if computed.dtype.itemsize == 4 else jnp.int16
+    )
+    return jnp.maximum(index, jnp.minimum(bits.astype(jnp.int32), 0))
+
+
+def set_entries(
+    rows: jax.Array, slots_b: jax.Array, index_b: jax.Array, values_b: jax.Array, *, axis: int
+) -> jax.Array:
+    """`rows` [slots, ...] with values_b[b] as entry index_b[b] of the row's `axis` (its slot axis not counted), in row
+    slots_b[b].
+
+    A loop of slice updates: they happen in place, where a scatter of 16-bit floats passes through float32.
+    """
+    values = jnp.expand_dims(values_b, axis + 1)
+    zero = jnp.int32(0)
+
+    def put(b, rows):  # type: ignore[no-untyped-def]
+        start = [slots_b[b]] + [zero] * (rows.ndim - 1)
+        start[axis + 1] = index_b[b]
+        return lax.dynamic_update_slice(rows, lax.dynamic_slice_in_dim(values, b, 1), start)
+
+    # A bound that XLA cannot fold: it unrolls a loop of one round, and then copies the rows.
+    n_rows = jnp.int32(slots_b.shape[0]) + jnp.minimum(slots_b[0], zero)
+    return lax.fori_loop(zero, n_rows, put, rows)
+
+
+def page_slots(
+    page_table_bp: jax.Array, index_b: jax.Array, page_entries: int
+) -> tuple[jax.Array, jax.Array]:
+    """(page ids, places in the page) of each sequence's entry `index_b`."""
+    ids = jnp.take_along_axis(page_table_bp, (index_b // page_entries)[:, None], axis=1)[:, 0]
+    return ids, index_b % page_entries
+
+
+def exchange_rows(rows: jax.Array, slots_b: jax.Array, new_b: jax.Array, wanted_b: jax.Array) -> jax.Array:
+    """`rows` [slots, ...] with new_b[b] in row slots_b[b] where it is wanted, in place."""
+
+    def put(b, rows):  # type: ignore[no-untyped-def]
+        start = [slots_b[b]] + [jnp.int32(0)] * (rows.ndim - 1)
+        old = lax.dynamic_slice(rows, start, (1, *rows.shape[1:]))
+        row = jnp.where(wanted_b[b], lax.dynamic_slice_in_dim(new_b, b, 1), old)
+        return lax.dynamic_update_slice(rows, row, start)
+
+    n_rows = jnp.int32(slots_b.shape[0]) + jnp.minimum(slots_b[0], jnp.int32(0))
+    return lax.fori_loop(jnp.int32(0), n_rows, put, rows)
