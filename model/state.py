@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import MESH_AXIS
 from model.static import Static
+from pallas_kernels import row_copy
 
 
 @struct.dataclass
@@ -36,7 +37,8 @@ class SamplerState:
 
 @struct.dataclass
 class DeviceState:
-    """pages_rnw: words [ranks, pages, words of a page], split over the ranks. rows: one per linear layer.
+    """pages_rnw: words [ranks, pages, words of a page], split over the ranks; on a TPU the words of a page are two axes
+    (row_copy.page_shape). rows: one per linear layer.
     hidden_sh: the trunk's last final-norm state, None without an MTP layer.
     last_token_s int32: what the next decode step is fed."""
 
@@ -72,7 +74,7 @@ def abstract_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
     vocab = static.config.vocab_size
     return DeviceState(
         pages_rnw=jax.ShapeDtypeStruct(
-            (layout.ranks, n_pages, layout.page_words),
+            (layout.ranks, n_pages, *row_copy.page_shape(layout.page_words, static.backend)),
             layout.word_dtype,
             sharding=NamedSharding(mesh, PartitionSpec(MESH_AXIS)),
         ),

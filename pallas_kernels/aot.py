@@ -84,7 +84,7 @@ def compile_all(args: argparse.Namespace, dump: Path) -> dict[str, Any]:
                 and (args.program is None or args.program == program.name)
             )
             if wanted and backend in program.tags:
-                rows.append(_compile(program, args.target, backend, device, context, dump))
+                rows.append(_compile(program.on(backend), args.target, backend, device, context, dump))
     return {
         "target": args.target,
         "device_kind": device.device_kind,
