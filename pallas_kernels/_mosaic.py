@@ -45,6 +45,12 @@ def buffers(n_bytes: int) -> int:
     return max(2, min(8, _BUFFER_BYTES // n_bytes))
 
 
+def own_row(width: int) -> pl.BlockSpec:
+    """A program's own scalars of int32 [b, 1, width]. All programs' together, as a prefetched operand, would not fit
+    the scalar memory of 1 MiB: 256 sequences of 131,072 tokens take 2."""
+    return pl.BlockSpec((None, 1, width), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
+
+
 def page_buffers(n_buffers: int, n_lines: int, dtype: Any) -> list[Any]:
     """A kernel's scratch for `walk`: the buffers, and a semaphore for each."""
     return [pltpu.VMEM((n_buffers, n_lines, LINE_WORDS), dtype), pltpu.SemaphoreType.DMA((n_buffers,))]

@@ -66,7 +66,7 @@ def _copies(pages_ref, buffer_ref, semaphores, first_line, page_id_of):
     return copies
 
 
-def _decode_kernel(table_ref, context_ref, q_ref, pages_ref, out_ref, buffer_ref, semaphores, *, where):
+def _decode_kernel(context_ref, table_ref, q_ref, pages_ref, out_ref, buffer_ref, semaphores, *, where):
     c, page_tokens, first_line, scale = where
     b = pl.program_id(0)
     h, x = q_ref.shape
@@ -87,7 +87,7 @@ def _decode_kernel(table_ref, context_ref, q_ref, pages_ref, out_ref, buffer_ref
 
     n_whole, n_pages = lax.div(context, page_tokens), lax.div(context + (page_tokens - 1), page_tokens)
     loops = ((n_whole, functools.partial(body, whole=True)), (n_pages, functools.partial(body, whole=False)))
-    copies = _copies(pages_ref, buffer_ref, semaphores, first_line, lambda page: table_ref[b, page])
+    copies = _copies(pages_ref, buffer_ref, semaphores, first_line, lambda page: table_ref[0, page])
     carry = _mosaic.walk(n_pages, copies, buffer_ref.shape[0], *loops, carry=_softmax.start(h, c))
     out_ref[...] = _softmax.divide(carry[2], carry[1]).astype(out_ref.dtype)
 
@@ -105,16 +105,16 @@ def decode(
     return pl.pallas_call(
         functools.partial(_decode_kernel, where=where),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(b,),
-            in_specs=[_token((h, x)), _mosaic.IN_PLACE],
+            in_specs=[_mosaic.own_row(page_table_bp.shape[1]), _token((h, x)), _mosaic.IN_PLACE],
             out_specs=_token((h, latent_channels)),
             scratch_shapes=_mosaic.page_buffers(tiles.buffers, n_lines, pages_nw.dtype),
         ),
         out_shape=jax.ShapeDtypeStruct((b, h, latent_channels), q_bhx.dtype),
         interpret=interpret,
         name="latent_decode",
-    )(page_table_bp, context_tokens_b, q_bhx, _pages.in_lines(kernel, pages_nw))
+    )(context_tokens_b, page_table_bp[:, None], q_bhx, _pages.in_lines(kernel, pages_nw))
 
 
 def _token(shape):
@@ -123,7 +123,7 @@ def _token(shape):
 
 
 def _chosen_kernel(
-    table_ref, page_ref, count_ref, q_ref, chosen_ref, pages_ref, out_ref, buffer_ref, semaphores, *, where
+    count_ref, table_ref, page_ref, q_ref, chosen_ref, pages_ref, out_ref, buffer_ref, semaphores, *, where
 ):
     c, page_tokens, first_line, scale = where
     b = pl.program_id(0)
@@ -131,7 +131,7 @@ def _chosen_kernel(
 
     def body(step, buffer, carry):
         entries_sx = _mosaic.entries(buffer_ref.at[buffer], 0, page_tokens, x)
-        chosen_1s = chosen_ref[pl.ds(page_ref[b, step], 1), :]
+        chosen_1s = chosen_ref[pl.ds(page_ref[0, step], 1), :]
         chosen_sx = jnp.broadcast_to(chosen_1s.T, (page_tokens, x)) > 0
         entries_sx = jnp.where(chosen_sx, entries_sx, jnp.zeros((), entries_sx.dtype))
         visible = jnp.broadcast_to(chosen_1s, (h, page_tokens)) > 0
@@ -139,7 +139,7 @@ def _chosen_kernel(
 
     count = count_ref[b]
     copies = _copies(
-        pages_ref, buffer_ref, semaphores, first_line, lambda step: table_ref[b, page_ref[b, step]]
+        pages_ref, buffer_ref, semaphores, first_line, lambda step: table_ref[0, page_ref[0, step]]
     )
     carry = _mosaic.walk(count, copies, buffer_ref.shape[0], (count, body), carry=_softmax.start(h, c))
     out_ref[...] = _softmax.divide(carry[2], carry[1]).astype(out_ref.dtype)
@@ -169,9 +169,14 @@ def attend_chosen(
     return pl.pallas_call(
         functools.partial(_chosen_kernel, where=where),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=1,
             grid=(b,),
-            in_specs=[_token((h, x)), _token((n_p, page_tokens)), _mosaic.IN_PLACE],
+            in_specs=[
+                *(_mosaic.own_row(n_p),) * 2,
+                _token((h, x)),
+                _token((n_p, page_tokens)),
+                _mosaic.IN_PLACE,
+            ],
             out_specs=_token((h, latent_channels)),
             scratch_shapes=_mosaic.page_buffers(tiles.buffers, n_lines, pages_nw.dtype),
         ),
@@ -179,9 +184,9 @@ def attend_chosen(
         interpret=interpret,
         name="latent_attend_chosen",
     )(
-        page_table_bp,
-        page_bp,
         jnp.sum(any_bp, axis=1, dtype=jnp.int32),
+        page_table_bp[:, None],
+        page_bp[:, None],
         q_bhx,
         chosen_bps,
         _pages.in_lines(kernel, pages_nw),
@@ -251,8 +256,8 @@ def prefill(
 
 
 def _index_kernel(
-    table_ref,
     n_pools_ref,
+    table_ref,
     q_ref,
     weight_ref,
     pages_ref,
@@ -278,7 +283,7 @@ def _index_kernel(
         return carry
 
     n_pages = lax.div(n_pools + (page_pools - 1), page_pools)
-    copies = _copies(pages_ref, buffer_ref, semaphores, first_line, lambda page: table_ref[b, page])
+    copies = _copies(pages_ref, buffer_ref, semaphores, first_line, lambda page: table_ref[0, page])
     _mosaic.walk(n_pages, copies, buffer_ref.shape[0], (n_pages, body), carry=jnp.int32(0))
 
 
@@ -297,16 +302,16 @@ def index_scores(
     scores = pl.pallas_call(
         functools.partial(_index_kernel, first_line=first_line, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(b,),
-            in_specs=[_token((i, e)), _token((i, 1)), _mosaic.IN_PLACE],
+            in_specs=[_mosaic.own_row(n_p), _token((i, e)), _token((i, 1)), _mosaic.IN_PLACE],
             out_specs=_token((n_p, page_pools)),
             scratch_shapes=_mosaic.page_buffers(tiles.buffers, n_lines, pages_nw.dtype),
         ),
         out_shape=jax.ShapeDtypeStruct((b, n_p, page_pools), jnp.float32),
         interpret=interpret,
         name="latent_index_scores",
-    )(page_table_bp, n_pools_b, q_bie, weight_bi[:, :, None], _pages.in_lines(kernel, pages_nw))
+    )(n_pools_b, page_table_bp[:, None], q_bie, weight_bi[:, :, None], _pages.in_lines(kernel, pages_nw))
     return scores.reshape(b, n_p * page_pools)
 
 

@@ -57,8 +57,8 @@ def _attend(carry, q_xd, key_sd, value_sd, visible, scale):
 
 
 def _decode_kernel(
-    table_ref,
     context_ref,
+    table_ref,
     q_ref,
     pages_ref,
     out_ref,
@@ -77,7 +77,7 @@ def _decode_kernel(
     head_lines = page_tokens * d // _pages.LINE_WORDS
 
     def copies(page, buffer):
-        there = pages_ref.at[table_ref[b, page], pl.ds(first_line, buffer_ref.shape[1])]
+        there = pages_ref.at[table_ref[0, page], pl.ds(first_line, buffer_ref.shape[1])]
         return (pltpu.make_async_copy(there, buffer_ref.at[buffer], semaphores.at[buffer]),)
 
     def body(page, buffer, carry, whole):
@@ -123,9 +123,9 @@ def decode_drafts(
             _decode_kernel, shape=(t, r), page_tokens=page_tokens, first_line=first_line, scale=scale
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(b,),
-            in_specs=[rows, _mosaic.IN_PLACE],
+            in_specs=[_mosaic.own_row(page_table_bp.shape[1]), rows, _mosaic.IN_PLACE],
             out_specs=rows,
             scratch_shapes=_mosaic.page_buffers(tiles.buffers, n_lines, pages_nw.dtype),
         ),
@@ -133,8 +133,8 @@ def decode_drafts(
         interpret=interpret,
         name="paged_decode",
     )(
-        page_table_bp,
         context_tokens_b,
+        page_table_bp[:, None],
         q_btgrd.transpose(0, 2, 1, 3, 4).reshape(b, g, t * r, d),
         _pages.in_lines(kernel, pages_nw),
     )
