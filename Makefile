@@ -16,6 +16,7 @@ STAMP := $(VENV)/.installed-dev$(if $(HAVE_NVIDIA),-cuda)
 
 AOT_STAMP := .venv-aot/.installed
 AOT_TARGETS := h100 b200 rtx-pro-6000 gb10 v5e v6e tpu7x
+AOT_MODEL_TARGETS := h100 v5e
 
 .PHONY: venv aot aot-reports serve chat test test-all qualify-long lint format imports types clean
 
@@ -37,7 +38,7 @@ $(AOT_STAMP): $(STAMP)
 	@echo "installing the GPU and TPU compilers into .venv-aot (1.5 GB)"
 	@version=$$($(PY) -c 'import jax; print(jax.__version__)'); .venv-aot/bin/python -m pip install --quiet \
 		--disable-pip-version-check --no-input jax==$$version jax-cuda13-plugin==$$version \
-		jax-cuda13-pjrt==$$version nvidia-cuda-nvcc libtpu absl-py
+		jax-cuda13-pjrt==$$version nvidia-cuda-nvcc libtpu absl-py flax
 	@touch $@
 
 # One process a target, one after another; about an hour on two cores.
@@ -45,6 +46,9 @@ aot-reports: aot
 	@mkdir -p bench/results/aot
 	@for target in $(AOT_TARGETS); do echo $$target; \
 		.venv-aot/bin/python -m pallas_kernels.aot --target $$target --json > bench/results/aot/$$target.json \
+		|| failed=1; done; \
+	for target in $(AOT_MODEL_TARGETS); do echo models $$target; \
+		.venv-aot/bin/python -m bench.aot_models --target $$target --json > bench/results/aot/models-$$target.json \
 		|| failed=1; done; test -z "$$failed"
 
 serve: venv

@@ -78,6 +78,7 @@ def _matrix_floor(dtype: str, side: int) -> MatrixFloor:
 
 def stepper(program: Program, backend: str) -> Callable[[], Any]:
     """One call a step; arrays that it changes in place come back as the next step's."""
+    program = program.on(backend)
     call = jax.jit(functools.partial(program.call, backend=backend), donate_argnums=program.donate_argnums)
     arrays = list(program.arrays())
 

@@ -1,4 +1,4 @@
-"""How an active row goes into pages of the arena and comes back: saving and restoring checkpoints, in place.
+"""How an active row goes into pages of the arena and comes back, and pages leave it: all in place.
 
 A saved row is the layout's saved parts in order, as raw words (pallas_kernels/row_copy), each rank its own share.
 What is not saved is empty at a checkpoint, and zero in a restored row.
@@ -78,7 +78,8 @@ def _write_row(
         words = row_copy.pack(
             parts, layout.row_pages, layout.page_words, layout.word_dtype, backend=static.backend
         )
-        return pages.at[0, ids].set(words, mode="promise_in_bounds")
+        words = words.reshape(len(ids), *pages.shape[2:])
+        return row_copy.scatter_pages(pages[0], ids, words, backend=static.backend)[None]
 
     write = static.on_each_rank(local, (PAGES, _row_specs(static), EVERYWHERE, EVERYWHERE), PAGES)
     return write(pages_rnw, rows, slot, row_page_ids_q)
@@ -93,9 +94,9 @@ def restore_row(
         leaves, tree = jax.tree.flatten(rows)
         like = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         saved = _saved(static)
-        words = pages.at[0, ids].get(mode="promise_in_bounds")
         kept = [part for part, is_saved in zip(like, saved, strict=True) if is_saved]
-        unpacked = iter(row_copy.unpack(words, kept, backend=static.backend))
+        words = row_copy.gather_pages(pages[0], ids, backend=static.backend)
+        unpacked = iter(row_copy.unpack(words.reshape(len(ids), -1), kept, backend=static.backend))
         parts = [
             next(unpacked) if is_saved else jnp.zeros(part.shape, part.dtype)
             for part, is_saved in zip(like, saved, strict=True)
@@ -113,3 +114,24 @@ def restore_row(
         state.pages_rnw, (state.rows, state.hidden_sh), slot, row_page_ids_q
     )
     return state.replace(rows=rows, hidden_sh=hidden)
+
+
+def gather_pages(pages_rnw: jax.Array, page_ids_p: jax.Array, static: Static) -> jax.Array:
+    """The words of these pages, with the axes of the arena. A program of its own: together with a later write of the
+    same pages it would copy the arena."""
+
+    def local(pages, ids):  # type: ignore[no-untyped-def]
+        return row_copy.gather_pages(pages[0], ids, backend=static.backend)[None]
+
+    return static.on_each_rank(local, (PAGES, EVERYWHERE), PAGES)(pages_rnw, page_ids_p)
+
+
+def scatter_pages(
+    pages_rnw: jax.Array, page_ids_p: jax.Array, words_rpw: jax.Array, static: Static
+) -> jax.Array:
+    """The arena with the words that `gather_pages` returned in these pages; padding ids are page 0."""
+
+    def local(pages, ids, words):  # type: ignore[no-untyped-def]
+        return row_copy.scatter_pages(pages[0], ids, words[0], backend=static.backend)[None]
+
+    return static.on_each_rank(local, (PAGES, EVERYWHERE, PAGES), PAGES)(pages_rnw, page_ids_p, words_rpw)

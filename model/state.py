@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import MESH_AXIS
 from model.static import Static
+from pallas_kernels import row_copy
 
 Row = Mapping[str, jax.Array]
 """One layer's rows by the names of its layout's parts, each [slots, ...]; empty where it keeps none."""
@@ -32,8 +33,9 @@ class SamplerState:
 
 @struct.dataclass
 class DeviceState:
-    """pages_rnw: words [ranks, pages, words of a page], split over the ranks. rows: one per layer, the trunk's and
-    then the MTP layers'. hidden_sh: what the trunk last handed to the MTP layer, None without one.
+    """pages_rnw: words [ranks, pages, words of a page], split over the ranks; on a TPU the words of a page are two axes
+    (row_copy.page_shape). rows: one per layer, the trunk's and then the MTP layers'. hidden_sh: what the trunk last
+    handed to the MTP layer, None without one.
     last_token_s int32: what the next decode step is fed."""
 
     pages_rnw: jax.Array
@@ -66,7 +68,7 @@ def abstract_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
     vocab = static.config.vocab_size
     return DeviceState(
         pages_rnw=jax.ShapeDtypeStruct(
-            (layout.ranks, n_pages, layout.page_words),
+            (layout.ranks, n_pages, *row_copy.page_shape(layout.page_words, static.backend)),
             layout.word_dtype,
             sharding=NamedSharding(mesh, PartitionSpec(MESH_AXIS)),
         ),

@@ -11,9 +11,15 @@ import jax
 
 NAMES = ("auto", "reference", "xla", "gpu", "tpu")
 
-# `auto` by JAX platform. The Pallas kernels compile for their chips and agree with the reference in interpret mode, but
-# none has run on a chip yet: until one has, they are what `gpu` and `tpu` name, and `auto` is XLA everywhere.
-_AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "xla"}
+# `auto` by JAX platform. A GPU's kernels compile for their chips and agree with the reference in interpret mode, but
+# have not run on a chip yet: until they have, `gpu` must be named. A TPU's are its `auto` all the same, since XLA there
+# copies the arena of pages to reach a few of them (docs/decisions.md).
+_AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "tpu"}
+
+
+def resolve(backend: str) -> str:
+    """What `auto` is on this platform; other names, and `auto` on a platform without one, stay as they are."""
+    return _AUTO.get(jax.default_backend(), backend) if backend == "auto" else backend
 
 
 def choose(kernel: str, backend: str, built: Mapping[str, ModuleType | str]) -> ModuleType:
@@ -24,13 +30,12 @@ def choose(kernel: str, backend: str, built: Mapping[str, ModuleType | str]) -> 
     """
     if backend not in NAMES:
         raise ValueError(f"{kernel}: unknown backend {backend!r}; the names are {', '.join(NAMES)}")
-    if backend == "auto":
-        platform = jax.default_backend()
-        if platform not in _AUTO:
-            raise ValueError(
-                f"{kernel}: no backend is assigned to platform {platform!r}; name one of {sorted(built)}"
-            )
-        backend = _AUTO[platform]
+    resolved = resolve(backend)
+    if resolved == "auto":
+        raise ValueError(
+            f"{kernel}: no backend is assigned to platform {jax.default_backend()!r}; name one of {sorted(built)}"
+        )
+    backend = resolved
     if backend not in built:
         raise ValueError(f"{kernel}: backend {backend!r} is not built; available: {', '.join(sorted(built))}")
     module = built[backend]

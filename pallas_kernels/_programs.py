@@ -7,11 +7,13 @@ Each kernel folder's `programs.py` turns its named cases into programs. The same
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels._pages import page_shape
 
 Shape = jax.ShapeDtypeStruct
 
@@ -43,6 +45,20 @@ class Program:
     @property
     def donated_bytes(self) -> int:
         return sum(n_bytes(self.args[name]) for name in self.donate)
+
+    def on(self, backend: str) -> Program:
+        """The same call as `backend` gets it: a TPU's arena has three axes."""
+        pages = {
+            name: Shape((shape.shape[0], *page_shape(shape.shape[1], backend)), shape.dtype)
+            for name, shape in self.args.items()
+            if name in ("pages_nw", "words_pw") and shape.ndim == 2
+        }
+
+        def reshaped(name: str) -> Callable[[np.random.Generator], np.ndarray]:
+            return lambda rng: self.values[name](rng).reshape(pages[name].shape)
+
+        values = {name: reshaped(name) for name in pages if name in self.values}
+        return replace(self, args={**self.args, **pages}, values={**self.values, **values})
 
     def arrays(self, seed: int = 0, least_of: Mapping[str, int] | None = None) -> tuple[jax.Array, ...]:
         """Arrays to run it on: what `values` says, else standard normal (words: zeros)."""

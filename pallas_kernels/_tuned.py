@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,17 @@ def choose(kernel: str, program: str, shape: Mapping[str, Any], heuristic: Tiles
         _unlisted[f"{kernel}.{key}"] += 1
         return heuristic
     return dataclasses.replace(heuristic, **pinned)
+
+
+def digest(kind: str) -> str:
+    """Of all that the device's files pin; empty where it has none."""
+    files = sorted((FOLDER / folder_name(kind)).glob("*.json"))
+    if not files:
+        return ""
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
 
 
 def unlisted() -> dict[str, int]:

@@ -74,7 +74,7 @@ def _prepare_environment(dump: Path) -> None:
 def compile_all(args: argparse.Namespace, dump: Path) -> dict[str, Any]:
     """The report: one row a program, in the order of the lists."""
     target = gpu_target if args.target in GPUS else tpu_target
-    device, context, backend = target(args.target)
+    (device,), context, backend = target(args.target)
     rows = []
     for kernel in args.kernel or KERNELS:
         for program in importlib.import_module(f"pallas_kernels.{kernel}.programs").programs():
@@ -84,18 +84,18 @@ def compile_all(args: argparse.Namespace, dump: Path) -> dict[str, Any]:
                 and (args.program is None or args.program == program.name)
             )
             if wanted and backend in program.tags:
-                rows.append(_compile(program, args.target, backend, device, context, dump))
+                rows.append(_compile(program.on(backend), args.target, backend, device, context, dump))
     return {
         "target": args.target,
         "device_kind": device.device_kind,
-        "versions": _versions(),
+        "versions": versions(),
         "failed": sum(bool(row["fails"]) for row in rows),
         "programs": rows,
     }
 
 
-def gpu_target(name: str) -> tuple[Any, Any, str]:
-    """(device, lowering context, backend) of a GPU that is not here."""
+def gpu_target(name: str, n_devices: int = 1) -> tuple[Any, Any, str]:
+    """(devices, lowering context, backend) of GPUs that are not here, in one host."""
     import jax
     from jax._src import xla_bridge
     from jax.experimental import topologies
@@ -113,22 +113,22 @@ def gpu_target(name: str) -> tuple[Any, Any, str]:
 
     xla_bridge.canonicalize_platform = canonicalize_platform
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=name, target_config=gpu.target_config(), topology="1x1x1"
+        platform="cuda", topology_name=name, target_config=gpu.target_config(), topology=f"1x1x{n_devices}"
     )
     abstract = jax.sharding.AbstractDevice(device_kind=gpu.device_kind, num_cores=gpu.cores, platform="gpu")
-    return topology.devices[0], _lowering_context(abstract), "gpu"
+    return topology.devices, _lowering_context(abstract), "gpu"
 
 
-def tpu_target(name: str) -> tuple[Any, Any, str]:
-    """(device, lowering context, backend) of a TPU that is not here."""
+def tpu_target(name: str, n_devices: int = 1) -> tuple[Any, Any, str]:
+    """(devices, lowering context, backend) of TPUs that are not here, in one host."""
     import jax
     from jax.experimental import topologies
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[name]).devices[0]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[name]).devices[:n_devices]
     abstract = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
+        device_kind=devices[0].device_kind, num_cores=devices[0].num_cores, platform="tpu"
     )
-    return device, _lowering_context(abstract), "tpu"
+    return devices, _lowering_context(abstract), "tpu"
 
 
 def _lowering_context(abstract_device: Any) -> Any:
@@ -167,7 +167,7 @@ def _compile(
         "temporary_bytes": memory.temp_size_in_bytes,
         "donated_bytes": program.donated_bytes,
         "in_place": memory.alias_size_in_bytes >= program.donated_bytes
-        and not _copies(compiled.as_text(), program),
+        and not (program.donate and _copies(compiled.as_text(), program)),
     }
     new_files = set(dump.iterdir()) - before
     if backend == "gpu":
@@ -226,7 +226,8 @@ def _line(row: dict[str, Any]) -> str:
     return f"{'FAIL' if row['fails'] else 'ok  '} {name}: {numbers} {row['fails'] or ''}"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what compiles."""
     names = ("jax", "jaxlib", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "libtpu")
     found = {}
     for name in names:

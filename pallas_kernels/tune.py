@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         tiles: dict[str, Any] = {}
         for program in importlib.import_module(f"pallas_kernels.{kernel}.programs").programs():
             if {args.tag, backend} <= program.tags:
-                tiles |= tune(program, backend)
+                tiles |= tune(program.on(backend), backend)
         if tiles:
             write(_tuned.device_kind(), kernel, tiles)
     return 0

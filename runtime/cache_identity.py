@@ -17,6 +17,7 @@ import jax
 import jaxlib.version
 
 from cache_tiers.identity import Identity
+from model.kernel_profile import profile
 from model.static import Static
 from model.tensor_files import weight_files
 
@@ -50,7 +51,7 @@ def identity_of(static: Static, grid_tokens: int, model_dir: Path) -> Identity:
         device_kind=device.device_kind,
         cpu_isa=cpu_isa() if device.platform == "cpu" else "",
         mesh=json.dumps(dict(static.mesh.shape)),
-        tuning_digest="",
+        tuning_digest=profile(static.backend).digest,
         autotune_digest="",
     )
 

@@ -23,6 +23,7 @@ from cache_tiers import laws
 from cache_tiers.arena import BrokenLaw
 from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
+from model.kernel_profile import Profile, profile
 from runtime.dispatch import Dispatcher, StepInFlight
 from runtime.engine_stats import EngineStats, Totals, snapshot
 from runtime.faults import Faults
@@ -63,6 +64,7 @@ class Engine:
         settle_replies: bool = True,
         behind: TiersBehind | None = None,
         remember_rates: Callable[[dict[str, Any]], None] | None = None,
+        kernels: Profile | None = None,
     ):
         self.memory_plan = memory_plan
         self._static = steps.static
@@ -82,6 +84,7 @@ class Engine:
             self._transfers.adopt(handle, record.digest, record.part)
         self._drain_s = behind.drain_s
         self._remember_rates = remember_rates
+        self._kernels = kernels or profile(steps.static.backend)
         self._masks = TokenMasks(self._wake)
         self._settling = Settling(self._scheduler, enabled=settle_replies)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -529,4 +532,7 @@ class Engine:
             replies_to_settle=self._settling.n_waiting,
             in_flight=len(self._in_flight),
             compiles_after_ready=self._compiles.count,
+            kernel_backend=self._kernels.backend,
+            tuning_digest=self._kernels.digest,
+            unrecorded_kernel_shapes=len(self._kernels.unrecorded),
         )

@@ -25,6 +25,7 @@ from cache_tiers.prefix_cache import PrefixCache
 from model.cache_layout import cache_layout
 from model.config import ModelConfig, load_config
 from model.decoder import declare_decoder
+from model.kernel_profile import profile, refuse_unrecorded
 from model.loading import load_params
 from model.params import MESH_AXIS, Plan, abstract_params, bytes_per_rank
 from model.state import make_state, state_bytes_per_rank
@@ -78,6 +79,7 @@ class EngineOptions:
     schedule: ScheduleMode = "balanced"
     decode_buckets_rows: tuple[int, ...] | None = None
     kernels: str = "auto"
+    kernels_strict: bool = False
     queue_limit: int = 256
     swap_bytes: int | None = None
     return_logits: bool = False
@@ -155,8 +157,8 @@ def plan_only(options: EngineOptions, progress: Progress | None = None) -> Memor
 def build_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """An engine that is ready to start.
 
-    Raises ConfigError and CheckpointError (of model), TooFewDevices, DoesNotFit, and ValueError for options
-    that contradict each other.
+    Raises ConfigError, CheckpointError and UnrecordedChoice (of model), TooFewDevices, DoesNotFit, and ValueError for
+    options that contradict each other.
     """
     setup = _set_up(options)
     static = setup.static
@@ -184,6 +186,9 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         plan = plan_memory(_needs(setup, memory, largest_bytes))
         shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
         compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
+    kernels = profile(static.backend)  # every program has been traced
+    if options.kernels_strict:
+        refuse_unrecorded(kernels)
     remember_bytes(_cache_folder(), setup.facts, plan.needs.temporary_bytes)
     if state is None:
         state = make_state(static, shapes.n_pages, shapes.n_slots)
@@ -220,6 +225,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         settle_replies=options.settle_replies,
         behind=tiers_behind(tiers, cache, disk, Faults(), jax.devices()[0].platform),
         remember_rates=functools.partial(remember_rates, _cache_folder(), identity.digest()),
+        kernels=kernels,
     )
 
 

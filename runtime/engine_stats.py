@@ -49,6 +49,9 @@ class EngineStats:
     first_token_s_sum: float = 0.0
     first_tokens_total: int = 0
     compiles_after_ready: int = 0
+    kernel_backend: str = ""
+    tuning_digest: str = ""
+    unrecorded_kernel_shapes: int = 0
     last_step_age_s: float = 0.0
     alive: bool = False
     healthy: bool = True

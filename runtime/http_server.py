@@ -338,7 +338,11 @@ class HttpServer:
         return web.Response()
 
     async def version(self, _request: web.Request) -> web.Response:
-        return _json({"version": self._state.version})
+        answer: dict[str, Any] = {"version": self._state.version}
+        if self._state.backend is not None:
+            stats = self._state.backend.engine.stats()
+            answer["kernels"] = {"backend": stats.kernel_backend, "tuning_digest": stats.tuning_digest}
+        return _json(answer)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})

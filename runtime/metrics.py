@@ -184,6 +184,11 @@ def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
             stats.cancelled_total,
         ),
         ("strata_compiles_after_ready", "Programs compiled after ready.", stats.compiles_after_ready),
+        (
+            "strata_kernel_shapes_unrecorded",
+            "Kernel shapes traced whose tiles no tuned file records.",
+            stats.unrecorded_kernel_shapes,
+        ),
     ):
         yield CounterMetricFamily(name, text, value=value)
 

@@ -48,6 +48,7 @@ class ServerOptions:
     priorities: bool
     decode_buckets_rows: tuple[int, ...] | None
     kernels: str
+    kernels_strict: bool
     prefix_cache: bool
     settle_replies: bool
     reuse_generated: bool
@@ -145,6 +146,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         priorities=args.priorities == "on",
         decode_buckets_rows=args.decode_buckets,
         kernels=args.kernels,
+        kernels_strict=args.kernels_strict,
         prefix_cache=args.prefix_cache == "on",
         settle_replies=args.settle_replies == "on",
         reuse_generated=args.reuse_generated == "on",
@@ -254,6 +256,7 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--priorities", choices=("on", "off"), default="off", help="requests may say how urgent they are")
     add("--decode-buckets", type=_buckets, metavar="1,2,4", help="batch sizes of decode steps")
     add("--kernels", choices=("auto", "reference", "xla", "gpu", "tpu"), default="auto")
+    add("--kernels-strict", action="store_true", help="start only if every kernel's tiles are recorded")
     add("--prefix-cache", choices=("on", "off"), default="on", help="reuse prompts' beginnings")
     add("--settle-replies", choices=("on", "off"), default="on", help="cache replies while idle")
     add("--reuse-generated", choices=("on", "off"), default="off", help="cache what decode steps computed")

@@ -343,6 +343,7 @@ def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
         schedule=options.schedule,
         decode_buckets_rows=options.decode_buckets_rows,
         kernels=options.kernels,
+        kernels_strict=options.kernels_strict,
         queue_limit=options.max_waiting,
         return_logits=options.enable_faults,
         prefix_cache=options.prefix_cache,

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model import forward
 from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
-from model.rows import restore_row, save_row
+from model.rows import gather_pages, restore_row, save_row, scatter_pages
 from model.state import DeviceState, abstract_state
 from model.static import Static
 from runtime import swap
@@ -132,10 +132,11 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     for n_pages in {swap.CHUNK_PAGES, *shapes.part_sizes_pages}:
         ids = array((n_pages,), jnp.int32)
         words = jax.ShapeDtypeStruct(
-            (pages.shape[0], n_pages, pages.shape[2]), pages.dtype, sharding=pages.sharding
+            (pages.shape[0], n_pages, *pages.shape[2:]), pages.dtype, sharding=pages.sharding
         )
-        programs[gather_name(n_pages)] = Program(swap.gather_pages, (pages, ids), None, pages.sharding)
-        programs[scatter_name(n_pages)] = Program(swap.scatter_pages, (pages, ids, words), 0, pages.sharding)
+        gather, scatter = (functools.partial(move, static=static) for move in (gather_pages, scatter_pages))
+        programs[gather_name(n_pages)] = Program(gather, (pages, ids), None, pages.sharding)
+        programs[scatter_name(n_pages)] = Program(scatter, (pages, ids, words), 0, pages.sharding)
     if static.layout.row_pages:
         row_page_ids = array((static.layout.row_pages,), jnp.int32)
         row_move = (state, scalar, row_page_ids)
@@ -355,7 +356,7 @@ class DeviceSteps:
         return replace(host, logits_bv=np.asarray(output.logits_bv)) if with_logits else host
 
     def gather_part(self, page_ids: tuple[int, ...]) -> jax.Array:
-        """The words of a part's pages, [ranks, pages, page_words]: a copy, made before any later program runs."""
+        """The words of a part's pages, [ranks, pages, ...]: a copy, made before any later program runs."""
         return self._gather(np.asarray(page_ids, np.int32))
 
     def scatter_part(self, page_ids: tuple[int, ...], words_rnw: jax.Array) -> None:

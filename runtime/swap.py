@@ -1,8 +1,8 @@
 """How does a preempted sequence's state leave the device and come back, byte for byte?
 
-The gathers and scatters are pure functions that `steps.py` compiles, each in a program of its own: a
-gather in the same program as a later write would copy the whole arena. Pages move `CHUNK_PAGES` at a time,
-so no shape depends on a sequence's length. Rows move by dynamic slices, which keep every bit pattern
+The gathers and scatters (of pages: model/rows.py) are pure functions that `steps.py` compiles, each in a program of its
+own: a gather in the same program as a later write would copy the whole arena. Pages move `CHUNK_PAGES` at a time, so
+no shape depends on a sequence's length. Rows move by dynamic slices, which keep every bit pattern
 (a bfloat16 scatter does not). Images live in plain host memory; the scheduler keeps their account.
 """
 
@@ -22,7 +22,7 @@ CHUNK_PAGES = 16
 
 @dataclass(frozen=True)
 class SwapImage:
-    """`chunks`: words [ranks, CHUNK_PAGES, page_words] each, the last one padded; `row`: the leaves of
+    """`chunks`: words [ranks, CHUNK_PAGES, ...] each, the last one padded; `row`: the leaves of
     `gather_row`'s result, over all ranks."""
 
     n_pages: int
@@ -32,16 +32,6 @@ class SwapImage:
 
 def _row_leaves(state: DeviceState) -> Any:
     return (state.rows, state.hidden_sh, state.last_token_s, state.sampler)
-
-
-def gather_pages(pages_rnw: jax.Array, page_ids_c: jax.Array) -> jax.Array:
-    """The words of these pages, [ranks, pages, page_words]."""
-    return pages_rnw.at[:, page_ids_c].get(mode="promise_in_bounds")
-
-
-def scatter_pages(pages_rnw: jax.Array, page_ids_c: jax.Array, words_rcw: jax.Array) -> jax.Array:
-    """Writes the words back; padding ids are page 0."""
-    return pages_rnw.at[:, page_ids_c].set(words_rcw, mode="promise_in_bounds")
 
 
 def gather_row(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:

@@ -53,7 +53,7 @@ class TiersBehind:
 
 @dataclass(frozen=True)
 class HostPayload:
-    """A part in host memory: words [ranks, pages, page_words] in pinned memory, and each rank's checksum."""
+    """A part in host memory: words [ranks, pages, ...] in pinned memory, and each rank's checksum."""
 
     words_rnw: jax.Array
     checksums: tuple[int, ...]
@@ -97,7 +97,7 @@ class Transfers:
         self._reads = _Lane("read", READ_THREADS if disk else 0)
         self._writes = _Lane("write", 1 if disk else 0)
         pages = steps.state.pages_rnw
-        self._page_words, self._dtype = pages.shape[2], pages.dtype
+        self._page_shape, self._dtype = pages.shape[2:], pages.dtype
         self._device_sharding = pages.sharding
         self._host_sharding = self._device_sharding.with_memory_kind("pinned_host")
 
@@ -291,7 +291,7 @@ class Transfers:
         if rule is not None:
             _spoil_record(self._disk, node.digest, part, rule)
         _, payloads = self._disk.read(node.digest, part, expected=expected)
-        shape = (len(payloads), len(job.page_ids), self._page_words)
+        shape = (len(payloads), len(job.page_ids), *self._page_shape)
         words = self._from_shards(payloads, shape, self._device_sharding)
         return words.block_until_ready()
 
@@ -329,7 +329,7 @@ class Transfers:
     def _from_shards(
         self, payloads: Sequence[np.ndarray], shape: tuple[int, ...], sharding: Any
     ) -> jax.Array:
-        """Each rank's bytes on its own device, as words [ranks, pages, page_words]."""
+        """Each rank's bytes on its own device, as words [ranks, pages, ...]."""
         n_bytes = int(np.prod(shape[1:])) * self._dtype.itemsize
         if any(payload.nbytes != n_bytes for payload in payloads):
             payloads = [np.resize(payload, n_bytes) for payload in payloads]  # cut short: the rest is rubbish

@@ -10,7 +10,12 @@ from pallas_kernels.grouped_matmul import reference, xla
 
 __all__ = ["experts_swiglu"]
 
-_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.grouped_matmul.gpu"}
+_BUILT = {
+    "reference": reference,
+    "xla": xla,
+    "gpu": "pallas_kernels.grouped_matmul.gpu",
+    "tpu": "pallas_kernels.grouped_matmul.tpu",
+}
 
 
 def experts_swiglu(

@@ -14,7 +14,7 @@ m pools, s positions, p pages of a sequence.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _backends, _checks
+from pallas_kernels import _backends, _checks, _pages
 from pallas_kernels.latent_attention import reference, xla
 
 __all__ = [
@@ -28,7 +28,12 @@ __all__ = [
     "write_tokens",
 ]
 
-_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.latent_attention.gpu"}
+_BUILT = {
+    "reference": reference,
+    "xla": xla,
+    "gpu": "pallas_kernels.latent_attention.gpu",
+    "tpu": "pallas_kernels.latent_attention.tpu",
+}
 
 
 def _check_pages(kernel: str, pages_nw: jax.Array, offset_words: int, words: int, **model: jax.Array) -> None:
@@ -64,12 +69,14 @@ def write_tile(
     """
     kernel = "latent_attention.write_tile"
     run = _backends.choose(kernel, backend, _BUILT).write_tile
+    shape, pages_nw = pages_nw.shape, _pages.flat(pages_nw)
     sizes = _checks.axes(kernel, {"entry_tx": (entry_tx, "tx"), "page_ids_p": (page_ids_p, "p")})
     _check_pages(kernel, pages_nw, offset_words, page_tokens * sizes["x"], entry_tx=entry_tx)
     _checks.integer(kernel, page_ids_p=page_ids_p)
     if sizes["t"] != sizes["p"] * page_tokens:
         raise ValueError(f"{kernel}: {sizes['t']} tokens do not fill {sizes['p']} pages of {page_tokens}")
-    return run(pages_nw, entry_tx, page_ids_p, offset_words=offset_words, page_tokens=page_tokens)
+    written = run(pages_nw, entry_tx, page_ids_p, offset_words=offset_words, page_tokens=page_tokens)
+    return written.reshape(shape)
 
 
 def write_tokens(
@@ -84,6 +91,7 @@ def write_tokens(
     """`pages_nw` with one entry a sequence at (`page_ids_b`, `slots_in_page_b`), both int32, in place when donated."""
     kernel = "latent_attention.write_tokens"
     run = _backends.choose(kernel, backend, _BUILT).write_tokens
+    shape, pages_nw = pages_nw.shape, _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -94,7 +102,7 @@ def write_tokens(
     )
     _check_pages(kernel, pages_nw, offset_words, sizes["x"], entry_bx=entry_bx)
     _checks.integer(kernel, page_ids_b=page_ids_b, slots_in_page_b=slots_in_page_b)
-    return run(pages_nw, entry_bx, page_ids_b, slots_in_page_b, offset_words=offset_words)
+    return run(pages_nw, entry_bx, page_ids_b, slots_in_page_b, offset_words=offset_words).reshape(shape)
 
 
 def decode(
@@ -115,6 +123,7 @@ def decode(
     """
     kernel = "latent_attention.decode"
     run = _backends.choose(kernel, backend, _BUILT).decode
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -149,6 +158,7 @@ def prefill(
     """
     kernel = "latent_attention.prefill"
     run = _backends.choose(kernel, backend, _BUILT).prefill
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -186,6 +196,7 @@ def attend_chosen(
     """
     kernel = "latent_attention.attend_chosen"
     run = _backends.choose(kernel, backend, _BUILT).attend_chosen
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -233,6 +244,7 @@ def index_scores(
     """
     kernel = "latent_attention.index_scores"
     run = _backends.choose(kernel, backend, _BUILT).index_scores
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {

@@ -5,7 +5,7 @@ Tags as in paged_attention/cases.py.
 
 from dataclasses import dataclass
 
-GPU = frozenset({"gpu"})
+GPU, TPU = frozenset({"gpu"}), frozenset({"tpu"})
 CI, REAL, BENCH = frozenset({"ci"}), frozenset({"real"}), frozenset({"bench"})
 
 
@@ -41,6 +41,7 @@ class Case:
 
 
 _INDEX = dict(index_heads=4, index_dim=16, pool_tokens=4, most_pools=4)
+_FEW = dict(index_heads=4, index_dim=128, pool_tokens=4, most_pools=4)
 _GLM = dict(index_heads=32, index_dim=128, pool_tokens=4, most_pools=512)
 
 CASES = (
@@ -48,14 +49,20 @@ CASES = (
     Case("tiny-glm5_next", 8, 32, 0, 64, 150, 2, tags=GPU | CI, **_INDEX),
     Case("tiny-mla-bf16", 4, 32, 16, 64, 130, 2, "bfloat16", tags=GPU | CI),
     Case("one-head", 1, 16, 0, 64, 70, 2, "bfloat16"),
+    # A model's entries with few heads and tokens: a TPU copies whole tiles of 1024 words.
+    Case("entries-of-576", 4, 512, 64, 64, 200, 2, "bfloat16", tags=GPU | TPU | CI),
+    Case("entries-of-512-float32", 4, 512, 0, 64, 150, 2, tags=TPU | CI),
+    Case("entries-of-128-bf16", 8, 128, 0, 64, 150, 2, "bfloat16", tags=GPU | TPU | CI, **_FEW),
     # As served. DeepSeek V4 shares one vector of 512 (its last 64 channels rotated) and indexes every 4 tokens.
-    Case("kimi-linear-48b", 32, 512, 64, 256, 4096, 32, "bfloat16", large=True, tags=GPU | REAL),
-    Case("kimi-linear-48b-tp4", 8, 512, 64, 256, 4096, 32, "bfloat16", large=True, tags=GPU | REAL),
-    Case("glm-5.3-flash", 64, 512, 0, 256, 8192, 8, "bfloat16", large=True, tags=GPU | REAL, **_GLM),
-    Case("glm-5.3-flash-tp4", 16, 512, 0, 256, 8192, 8, "bfloat16", large=True, tags=GPU | REAL, **_GLM),
+    Case("kimi-linear-48b", 32, 512, 64, 256, 4096, 32, "bfloat16", large=True, tags=GPU | TPU | REAL),
+    Case("kimi-linear-48b-tp4", 8, 512, 64, 256, 4096, 32, "bfloat16", large=True, tags=GPU | TPU | REAL),
+    Case("glm-5.3-flash", 64, 512, 0, 256, 8192, 8, "bfloat16", large=True, tags=GPU | TPU | REAL, **_GLM),
+    Case(
+        "glm-5.3-flash-tp4", 16, 512, 0, 256, 8192, 8, "bfloat16", large=True, tags=GPU | TPU | REAL, **_GLM
+    ),
     Case(
         *("deepseek-v4-flash", 64, 512, 0, 256, 8192, 8, "bfloat16"),
         **dict(index_heads=64, index_dim=128, pool_tokens=4, most_pools=512, page_tokens=128),
-        **dict(large=True, tags=GPU | REAL),
+        **dict(large=True, tags=GPU | TPU | REAL),
     ),
 )

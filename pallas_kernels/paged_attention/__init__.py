@@ -6,18 +6,24 @@ page_tokens, head_dim d] in row-major order. Words are bitcast to the model dtyp
 n pages, w words, t tokens of a tile, b sequences of a batch, p pages of a sequence, g kv heads, r query heads of a kv
 head, d head_dim. Query head g*r_per_g + r reads kv head g.
 
-With the arena donated, the writers change it in place.
+With the arena donated, the writers change it in place. Where a TPU's kernels run its words are [n, w / 128, 128], so
+that a page is contiguous (row_copy.page_shape); every entry takes either.
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _backends, _checks
+from pallas_kernels import _backends, _checks, _pages
 from pallas_kernels.paged_attention import reference, xla
 
 __all__ = ["decode", "decode_drafts", "prefill", "write_tile", "write_tokens"]
 
-_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.paged_attention.gpu"}
+_BUILT = {
+    "reference": reference,
+    "xla": xla,
+    "gpu": "pallas_kernels.paged_attention.gpu",
+    "tpu": "pallas_kernels.paged_attention.tpu",
+}
 
 MOST_DRAFT_TOKENS = 8
 
@@ -53,6 +59,7 @@ def write_tile(
     """
     kernel = "paged_attention.write_tile"
     run = _backends.choose(kernel, backend, _BUILT).write_tile
+    shape, pages_nw = pages_nw.shape, _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel, {"k_tgd": (k_tgd, "tgd"), "v_tgd": (v_tgd, "tgd"), "page_ids_p": (page_ids_p, "p")}
     )
@@ -61,7 +68,8 @@ def write_tile(
     _checks.integer(kernel, page_ids_p=page_ids_p)
     if sizes["t"] != sizes["p"] * page_tokens:
         raise ValueError(f"{kernel}: {sizes['t']} tokens do not fill {sizes['p']} pages of {page_tokens}")
-    return run(pages_nw, k_tgd, v_tgd, page_ids_p, offset_words=offset_words, page_tokens=page_tokens)
+    written = run(pages_nw, k_tgd, v_tgd, page_ids_p, offset_words=offset_words, page_tokens=page_tokens)
+    return written.reshape(shape)
 
 
 def write_tokens(
@@ -81,6 +89,7 @@ def write_tokens(
     """
     kernel = "paged_attention.write_tokens"
     run = _backends.choose(kernel, backend, _BUILT).write_tokens
+    shape, pages_nw = pages_nw.shape, _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -93,15 +102,8 @@ def write_tokens(
     _check_component(kernel, pages_nw, offset_words, page_tokens, sizes["g"], sizes["d"])
     _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], k_bgd=k_bgd, v_bgd=v_bgd)
     _checks.integer(kernel, page_ids_b=page_ids_b, slots_in_page_b=slots_in_page_b)
-    return run(
-        pages_nw,
-        k_bgd,
-        v_bgd,
-        page_ids_b,
-        slots_in_page_b,
-        offset_words=offset_words,
-        page_tokens=page_tokens,
-    )
+    where = dict(offset_words=offset_words, page_tokens=page_tokens)
+    return run(pages_nw, k_bgd, v_bgd, page_ids_b, slots_in_page_b, **where).reshape(shape)
 
 
 def prefill(
@@ -127,6 +129,7 @@ def prefill(
     """
     kernel = "paged_attention.prefill"
     run = _backends.choose(kernel, backend, _BUILT).prefill
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -173,6 +176,7 @@ def decode(
     """
     kernel = "paged_attention.decode"
     run = _backends.choose(kernel, backend, _BUILT).decode
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {
@@ -214,6 +218,7 @@ def decode_drafts(
     """
     kernel = "paged_attention.decode_drafts"
     module = _backends.choose(kernel, backend, _BUILT)
+    pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
         {

@@ -1,7 +1,8 @@
 """How does a row become raw words, and words a row again? The entry points; no state, called while tracing.
 
-Axis letters: n pages of an arena, p pages that move, w words of a page. Nothing here computes with floats:
-a signalling NaN or a denormal comes back as it went (aot: 16-bit pages hold words, never bfloat16).
+Axis letters: n pages of an arena, p pages that move, w words of a page. `page_shape` says how many axes the words of a
+page have: a TPU's arena has lines of 128 of them, and every entry point that takes pages takes either. Nothing here
+computes with floats: a signalling NaN or a denormal comes back as it went (16-bit pages hold words, never bfloat16).
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _backends, _checks
+from pallas_kernels._pages import page_shape
 from pallas_kernels.row_copy import reference, xla
 
-__all__ = ["gather_pages", "pack", "scatter_pages", "unpack"]
+__all__ = ["gather_pages", "pack", "page_shape", "scatter_pages", "unpack"]
 
-_BUILT = {"reference": reference, "xla": xla, "gpu": "pallas_kernels.row_copy.gpu"}
+_BUILT = {
+    "reference": reference,
+    "xla": xla,
+    "gpu": "pallas_kernels.row_copy.gpu",
+    "tpu": "pallas_kernels.row_copy.tpu",
+}
 
 
 def pack(
@@ -37,9 +44,10 @@ def unpack(
 
 
 def gather_pages(pages_nw: jax.Array, page_ids_p: jax.Array, *, backend: str = "auto") -> jax.Array:
-    """The words [p, w] of the pages `page_ids_p` (int32, all of them in the arena)."""
+    """The words [p, w] of the pages `page_ids_p` (int32, all of them in the arena); [p, w / 128, 128] of three axes."""
     kernel = "row_copy.gather_pages"
-    _checks.axes(kernel, {"pages_nw": (pages_nw, "nw"), "page_ids_p": (page_ids_p, "p")})
+    page = _axes_of_page(pages_nw)
+    _checks.axes(kernel, {"pages_nw": (pages_nw, "n" + page), "page_ids_p": (page_ids_p, "p")})
     _checks.integer(kernel, page_ids_p=page_ids_p)
     return _backends.choose(kernel, backend, _BUILT).gather_pages(pages_nw, page_ids_p)
 
@@ -52,11 +60,16 @@ def scatter_pages(
     Ids that occur twice (the scratch page) keep words of any of theirs.
     """
     kernel = "row_copy.scatter_pages"
-    arrays = {"pages_nw": (pages_nw, "nw"), "page_ids_p": (page_ids_p, "p"), "words_pw": (words_pw, "pw")}
-    _checks.axes(kernel, arrays)
+    page = _axes_of_page(pages_nw)
+    arrays = {"pages_nw": (pages_nw, "n" + page), "words_pw": (words_pw, "p" + page)}
+    _checks.axes(kernel, {**arrays, "page_ids_p": (page_ids_p, "p")})
     _checks.integer(kernel, page_ids_p=page_ids_p)
     _checks.of_dtype(kernel, pages_nw.dtype, words_pw=words_pw)
     return _backends.choose(kernel, backend, _BUILT).scatter_pages(pages_nw, page_ids_p, words_pw)
+
+
+def _axes_of_page(pages: jax.Array) -> str:
+    return "lw" if pages.ndim == 3 else "w"
 
 
 def _check(kernel, parts, n_pages, page_words, word_dtype):  # type: ignore[no-untyped-def]

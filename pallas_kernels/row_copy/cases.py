@@ -5,7 +5,7 @@ Tags as in paged_attention/cases.py.
 
 from dataclasses import dataclass
 
-GPU = frozenset({"gpu"})
+CHIPS = frozenset({"gpu", "tpu"})
 CI, REAL, BENCH = frozenset({"ci"}), frozenset({"real"}), frozenset({"bench"})
 
 
@@ -29,9 +29,10 @@ class Case:
 
 
 CASES = (
-    Case("tiny", 1000, 20, 3, 700, 250, tags=GPU | CI),
-    Case("tiny-float32", 5000, 9, 2, 4000, 1500, "float32", tags=GPU | CI),
+    Case("tiny", 1000, 20, 3, 700, 250, tags=CHIPS | CI),
+    Case("tiny-float32", 5000, 9, 2, 4000, 1500, "float32", tags=CHIPS | CI),
+    Case("whole-tiles", 2048, 30, 11, 3072, 1024, tags=CHIPS | CI),
     # 24 linear layers of 32 heads; 8 attention layers of 64-token pages.
-    Case("qwen3.5-9b", 1048576, 512, 25, 24 * 524288, 24 * 24576, tags=GPU | REAL | BENCH),
-    Case("qwen3.5-9b-arena-of-8-gib", 1048576, 4096, 25, 24 * 524288, 24 * 24576, tags=GPU | REAL),
+    Case("qwen3.5-9b", 1048576, 512, 25, 24 * 524288, 24 * 24576, tags=CHIPS | REAL | BENCH),
+    Case("qwen3.5-9b-arena-of-8-gib", 1048576, 4096, 25, 24 * 524288, 24 * 24576, tags=CHIPS | REAL),
 )

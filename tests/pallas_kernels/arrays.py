@@ -1,15 +1,38 @@
 """What do the kernel tests share? Random arrays, comparisons and the check that a call works in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax.Array:
     """Standard normal values of `dtype`."""
     return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+
+def interpreted(backend: str) -> Any:
+    """How a backend's kernels run on a CPU. A TPU's copies are made when they are waited for, not before."""
+    return pltpu.InterpretParams(dma_execution_mode="on_wait") if backend == "tpu" else True
+
+
+def ci_cases(backends: Iterable[str], cases: Iterable[Any], fast_on_tpu: Iterable[str]) -> list[Any]:
+    """(backend, case) for the `ci` cases of each. Interpreting a TPU takes seconds: most of its cases are slow ones."""
+    return [
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{case.name}",
+            marks=[pytest.mark.slow] if name == "tpu" and case.name not in fast_on_tpu else [],
+        )
+        for name in backends
+        for case in cases
+        if {"ci", name} <= case.tags
+    ]
 
 
 def assert_close(got: jax.Array, want: jax.Array, dtype: str = "float32") -> None:

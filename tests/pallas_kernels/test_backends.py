@@ -1,5 +1,7 @@
 """Do the entry points refuse what they cannot do, in words that name it?"""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from pallas_kernels import grouped_matmul, linear_recurrence, paged_attention
 from pallas_kernels._backends import choose
+from pallas_kernels.aot import KERNELS
 
 RNG = np.random.default_rng(0)
 
@@ -18,22 +21,39 @@ def _experts(**kwargs):
     )
 
 
-def test_auto_is_xla_on_every_platform_and_names_are_exact():
-    built = {"reference": 1, "xla": 2}
-    assert choose("k", "auto", built) == 2
+@pytest.mark.parametrize(("platform", "number"), [("cpu", 2), ("gpu", 2), ("tpu", 3)])
+def test_auto_is_a_table_by_platform_and_names_are_exact(monkeypatch, platform, number):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    built = {"reference": 1, "xla": 2, "tpu": 3}
+    assert choose("k", "auto", built) == number
     assert choose("k", "reference", built) == 1
 
 
+def test_auto_on_an_unknown_platform_asks_for_a_name(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "abacus")
+    with pytest.raises(ValueError, match="no backend is assigned to platform 'abacus'; name one of"):
+        choose("k", "auto", {"xla": 1})
+
+
 def test_backend_that_is_not_built_says_which_are():
-    with pytest.raises(ValueError, match="'tpu' is not built; available: gpu, reference, xla"):
-        _experts(backend="tpu")
+    with pytest.raises(ValueError, match="'tpu' is not built; available: reference, xla"):
+        choose("k", "tpu", {"xla": 1, "reference": 2})
 
 
-def test_a_chip_s_kernels_fail_loudly_where_there_is_no_chip():
+def test_every_kernel_has_every_backend():
+    for kernel in KERNELS:
+        built = importlib.import_module(f"pallas_kernels.{kernel}")._BUILT
+        assert set(built) == {"reference", "xla", "gpu", "tpu"}
+        for name in built:
+            choose(kernel, name, built)
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_a_chip_s_kernels_fail_loudly_where_there_is_no_chip(backend):
     if jax.default_backend() != "cpu":
         pytest.skip("asks for a chip that is not there")
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
-        _experts(backend="gpu")
+        _experts(backend=backend)
 
 
 def test_unknown_backend_lists_the_names():

@@ -1,6 +1,6 @@
 """Does latent attention compute what NumPy does in float64, on every backend, whatever unused pages hold?
 
-The GPU kernels run in interpret mode: their arithmetic and indices, not a chip (docs/performance.md).
+The kernels of GPU and TPU run in interpret mode: their arithmetic and indices, not a chip (docs/performance.md).
 """
 
 import functools
@@ -11,30 +11,44 @@ import numpy as np
 import pytest
 
 from pallas_kernels import latent_attention
-from pallas_kernels.latent_attention import gpu
+from pallas_kernels.latent_attention import gpu, tpu
 from pallas_kernels.latent_attention.cases import CASES
-from tests.pallas_kernels.arrays import assert_close, assert_in_place, assert_same_bits, normal
+from tests.pallas_kernels.arrays import assert_close, assert_in_place, assert_same_bits, interpreted, normal
 
 SMALL = [case for case in CASES if not case.large]
+# Interpreting a TPU takes seconds: one of its cases is fast.
+PARAMS = [
+    pytest.param(
+        case, id=case.name, marks=[pytest.mark.slow] if "tpu" in case.tags and not case.index_heads else []
+    )
+    for case in SMALL
+]
 INDEXED = [case for case in SMALL if case.index_heads]
+CHIPS = {"gpu": gpu, "tpu": tpu}
 N_PAGES, OFFSET = 24, 8
 POISON = {"float32": np.uint32(0x7FC00001), "bfloat16": np.uint16(0x7FC1)}  # NaNs
 
 
 def _backends(case):
-    return ("reference", "xla", "gpu") if {"ci", "gpu"} <= case.tags else ("reference", "xla")
+    return ("reference", "xla", *(name for name in CHIPS if {"ci", name} <= case.tags))
+
+
+def _offset(case):
+    """A TPU copies whole tiles of 1024 words."""
+    return 1024 if "tpu" in case.tags else OFFSET
 
 
 @functools.cache
 def _run(backend, function, **kw):
-    if backend == "gpu" and function not in ("pool_keys", "chosen_positions"):
-        return jax.jit(functools.partial(getattr(gpu, function), interpret=True, **kw))
+    if backend in CHIPS and function not in ("pool_keys", "chosen_positions"):
+        kernel = getattr(CHIPS[backend], function)
+        return jax.jit(functools.partial(kernel, interpret=interpreted(backend), **kw))
     return jax.jit(functools.partial(getattr(latent_attention, function), backend=backend, **kw))
 
 
 def _where(case):
     latent = dict(latent_channels=case.latent_channels, scale=case.entry**-0.5)
-    return dict(offset_words=OFFSET, page_tokens=case.page_tokens, **latent)
+    return dict(offset_words=_offset(case), page_tokens=case.page_tokens, **latent)
 
 
 def _arena(case, values, rows_a_page, seed=0):
@@ -43,10 +57,12 @@ def _arena(case, values, rows_a_page, seed=0):
     rows = np.asarray(jnp.asarray(values).astype(case.dtype)).view(word)
     n_pages = -(-len(rows) // rows_a_page)
     ids = (1 + np.random.default_rng(seed).permutation(N_PAGES - 1)[:n_pages]).astype(np.int32)
-    pages = np.full((N_PAGES, OFFSET + rows_a_page * rows.shape[1] + 4), POISON[case.dtype], word)
+    offset = _offset(case)
+    n_after = 1024 if "tpu" in case.tags else 4
+    pages = np.full((N_PAGES, offset + rows_a_page * rows.shape[1] + n_after), POISON[case.dtype], word)
     for i, page_id in enumerate(ids):
         page_rows = rows[i * rows_a_page : (i + 1) * rows_a_page].reshape(-1)
-        pages[page_id, OFFSET : OFFSET + page_rows.size] = page_rows
+        pages[page_id, offset : offset + page_rows.size] = page_rows
     return jnp.asarray(pages), ids
 
 
@@ -69,7 +85,7 @@ def _setup(case, n_tokens, n_queries):
     return _float64(entries), q, pages, np.r_[ids, 0, 0].astype(np.int32)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PARAMS)
 def test_decode(case):
     entries, q, pages, table = _setup(case, case.context_tokens, 4)
     contexts = np.asarray([case.context_tokens, 0, 1, case.page_tokens], np.int32)
@@ -89,7 +105,7 @@ def _latent(case):
     return case.latent_channels, case.entry**-0.5
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PARAMS)
 def test_prefill(case):
     start = case.context_tokens // case.page_tokens * case.page_tokens
     entries, q, pages, table = _setup(case, start + case.tile_tokens, case.tile_tokens)
@@ -131,7 +147,7 @@ def test_index_scores(case):
     scale = case.index_dim**-0.5
     dots = np.maximum(np.einsum("bie,me->bim", _float64(q), _float64(keys)) * scale, 0)
     want = np.einsum("bi,bim->bm", _float64(weight), dots)
-    kw = dict(offset_words=OFFSET, page_pools=case.page_pools, scale=scale)
+    kw = dict(offset_words=_offset(case), page_pools=case.page_pools, scale=scale)
     for backend in _backends(case):
         got = np.asarray(_run(backend, "index_scores", **kw)(q, weight, pages, tables, counts))
         for b, count in enumerate(counts):
@@ -192,19 +208,20 @@ def test_pooled_keys():
         )
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PARAMS)
 def test_writers_change_exactly_their_entries(case):
     _, _, pages, _ = _setup(case, case.context_tokens, 1)
     entries = normal(np.random.default_rng(7), 2 * case.page_tokens, case.entry, dtype=case.dtype)
-    tile_kw = dict(offset_words=OFFSET, page_tokens=case.page_tokens)
+    tile_kw = dict(offset_words=_offset(case), page_tokens=case.page_tokens)
     tile_args = (pages, entries, jnp.asarray([7, 3], jnp.int32))
-    token_args = (pages, entries[:3], jnp.asarray([5, 0, 9], jnp.int32), jnp.asarray([0, 1, 63], jnp.int32))
+    token_ids, slots = jnp.asarray([5, 0, 9, 5, 5], jnp.int32), jnp.asarray([1, 1, 63, 0, 17], jnp.int32)
+    token_args = (pages, entries[:5], token_ids, slots)
     tiles = [_run(backend, "write_tile", **tile_kw)(*tile_args) for backend in _backends(case)]
-    tokens = [_run(b, "write_tokens", offset_words=OFFSET)(*token_args) for b in _backends(case)]
+    tokens = [_run(b, "write_tokens", offset_words=_offset(case))(*token_args) for b in _backends(case)]
     for results in (tiles, tokens):
         for other in results[1:]:
             assert_same_bits(other, results[0])
-    assert int((np.asarray(tokens[0]) != np.asarray(pages)).sum()) <= 3 * case.entry
+    assert int((np.asarray(tokens[0]) != np.asarray(pages)).sum()) <= 5 * case.entry
     untouched = np.setdiff1d(np.arange(N_PAGES), [7, 3])
     assert_same_bits(np.asarray(tiles[0])[untouched], np.asarray(pages)[untouched])
 

@@ -49,17 +49,12 @@ class Arena:
         in_last_page = n_tokens - (self.n_context_pages - 1) * case.page_tokens
         self.blocks[-1, :, :, in_last_page:] = POISON[case.dtype]
 
-    def at(self, page_ids: np.ndarray) -> jax.Array:
-        """pages_nw: the context at `page_ids`, NaN in every other word."""
-        words = np.full(
-            (N_PAGES, OFFSET_WORDS + _component_words(self.case) + 8),
-            POISON[self.case.dtype],
-            POISON[self.case.dtype].dtype,
-        )
-        end = OFFSET_WORDS + _component_words(self.case)
-        words[page_ids[: self.n_context_pages], OFFSET_WORDS:end] = self.blocks.reshape(
-            self.n_context_pages, -1
-        )
+    def at(self, page_ids: np.ndarray, before: int = OFFSET_WORDS, after: int = 8) -> jax.Array:
+        """pages_nw: the context at `page_ids`, NaN in every other word: `before` and `after` it, and in other pages."""
+        end = before + _component_words(self.case)
+        poison = POISON[self.case.dtype]
+        words = np.full((N_PAGES, end + after), poison, poison.dtype)
+        words[page_ids[: self.n_context_pages], before:end] = self.blocks.reshape(self.n_context_pages, -1)
         return jnp.asarray(words)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import queue
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.kernel_profile import UnrecordedChoice
+from pallas_kernels import _tuned
 from runtime.engine import Engine
 from runtime.engine_builder import (
     TRIAL_MARGIN,
@@ -378,6 +381,18 @@ def test_options_that_cannot_work():
         build_engine(replace(options, mesh_ranks=64))
     with pytest.raises(ValueError, match="--max-model-len"):
         build_engine(replace(options, max_model_tokens=10**6))
+
+
+@pytest.mark.slow
+def test_strict_kernels_refuse_to_start_by_a_heuristic(monkeypatch):
+    """On a CPU no kernel has tiles: strict starts. With a shape that a chip's kernel would have traced, it does not."""
+    options = replace(options_for("qwen3", 1), kernels_strict=True)
+    monkeypatch.setattr(_tuned, "_unlisted", Counter())
+    engine = build_engine(options)
+    assert engine.stats().kernel_backend == "xla" and engine.stats().unrecorded_kernel_shapes == 0
+    _tuned._unlisted["paged_attention.decode b=8"] += 1
+    with pytest.raises(UnrecordedChoice, match=r"no recorded tiles .*: paged_attention\.decode b=8\. Record"):
+        build_engine(options)
 
 
 def test_too_little_memory_names_the_flags():
