@@ -56,6 +56,14 @@ class ChoiceAssembler:
         """The visible part of `delta`; None once the choice has finished."""
         if self.finished:
             return None
+        if self._request.prompt_only:
+            delta = dataclasses.replace(
+                delta,
+                token_ids=(),
+                logprobs=None,
+                finish_reason=delta.finish_reason and ("error" if delta.error else "length"),
+                stop_token_id=None,
+            )
         self._receipt = delta.receipt or self._receipt
         cached_tokens = delta.usage.cached_tokens if delta.usage else self.usage.cached_tokens
         events, n_tokens, match = self._read(delta)
@@ -93,6 +101,7 @@ class ChoiceAssembler:
             times=delta.times,
             logits_digests=(delta.logits_digest,) if delta.logits_digest is not None else (),
             receipt=self._receipt if self.finished else None,
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
     @property

@@ -420,7 +420,7 @@ class Engine:
             self._totals.add("first_tokens_total")
             if sequence.first_plan is not None and sequence.admitted_s is not None:
                 sequence.first_plan.prefill_s = now_s - sequence.admitted_s
-                if self._crowded_s < sequence.admitted_s:
+                if self._crowded_s < sequence.admitted_s and not sequence.scores_prompt:
                     start_tokens = sequence.first_plan.restored_tokens
                     self._cache.costs.observe_prefill(
                         start_tokens, sequence.prompt_tokens, now_s - sequence.admitted_s

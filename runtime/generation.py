@@ -158,6 +158,8 @@ class Generation:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 constraint=constraints[index],
+                # A chat answer tells of its prompt once, completions with each choice.
+                prompt_logprobs=request.scored_best if not (request.is_chat and index) else None,
                 message_ends_tokens=prompt.message_end_tokens,
                 wants_receipt=request.cache_receipt,
                 wants_logits_digest=request.logits_digests,

@@ -221,7 +221,10 @@ class HttpServer:
                 encoder.collect(delta)
         watch.finished(generation)
         usage = generation.usage_total()
-        if generation.answer.request.sampling.logprobs and usage.completion_tokens > _MANY_LOGPROBS_TOKENS:
+        asked = generation.answer.request
+        n_candidates_tokens = usage.completion_tokens if asked.sampling.logprobs else 0
+        n_candidates_tokens += usage.prompt_tokens if asked.scored_best is not None else 0
+        if n_candidates_tokens > _MANY_LOGPROBS_TOKENS:
             body = await asyncio.to_thread(encoder.whole, usage)
         else:
             body = encoder.whole(usage)
