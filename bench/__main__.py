@@ -10,6 +10,7 @@ SUBCOMMANDS = {
     "prefill": "prompts against the machine's floors",
     "schedule": "running streams while a long prompt is computed",
     "startup": "from the process's start to the line `ready`",
+    "prompts": "templates and tokens of a conversation that grows",
     "messages": "the first token of the same prompt as few and as many messages",
     "restore": "the first token after a hit against cold, and against what must be done for it",
     "isolation": "running streams while prefixes are stored and restored",

@@ -247,7 +247,7 @@ class Generator:
 
     async def start(self, request: ServeRequest, response_id: str) -> Generation:
         """Renders, tokenises, checks lengths, submits. Raises ApiError before anything has been written."""
-        prompts = await self.render(request.prompt, request.prompt_field)
+        prompts = await self.render(request.prompt, request.prompt_field, request.cache_salt)
         self._check_lengths(request, prompts)
         constraints = await self._constraints(request, prompts)
         generation = Generation(Answer(request, response_id, int(time.time()), prompts))
@@ -264,14 +264,17 @@ class Generator:
             ) from None
         return generation
 
-    async def render(self, prompt: ChatPrompt | TextPrompts, field: str) -> tuple[RenderedPrompt, ...]:
-        """Templates and tokenises on a worker. Raises ApiError; `field` is the one that it names."""
+    async def render(
+        self, prompt: ChatPrompt | TextPrompts, field: str, scope: str | None
+    ) -> tuple[RenderedPrompt, ...]:
+        """Templates and tokenises on a worker. Raises ApiError; `field` is the one that it names. `scope` is the
+        cache's salt: other tenants' prompts leave no trace in the time that this one takes."""
         if self._n_preparing >= self._max_preparing:
             self._metrics.refused("queue_full")
             raise queue_full()
         self._n_preparing += 1
         try:
-            return await self._workers.run(self._builder.build, prompt)
+            return await self._workers.run(self._builder.build, prompt, scope)
         except TimeLimitExceeded:
             raise prompt_takes_too_long(field) from None
         finally:

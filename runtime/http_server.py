@@ -149,9 +149,7 @@ class HttpServer:
         parsed, backend = await self._parsed(request, form.parse)
         serve_request = dataclasses.replace(
             self._with_model(parsed.request),
-            cache_salt=tenant_salt(
-                parsed.request.cache_salt, request.get(API_KEY) if self._isolate_keys else None
-            ),
+            cache_salt=self._salt(request, parsed.request),
         )
         response_id = form.id_prefix + secrets.token_hex(12)
         generation = await backend.generator.start(serve_request, response_id)
@@ -164,6 +162,9 @@ class HttpServer:
         finally:
             # Also where the client has gone: aiohttp then cancels this handler.
             generation.close()
+
+    def _salt(self, request: web.Request, asked: ServeRequest) -> str | None:
+        return tenant_salt(asked.cache_salt, request.get(API_KEY) if self._isolate_keys else None)
 
     async def _parsed(self, request: web.Request, parse: Parser) -> tuple[ParsedRequest, Backend]:
         """Reads the body and what it asks for, and who is there to answer it."""
@@ -186,14 +187,18 @@ class HttpServer:
         """Anthropic's: the prompt tokens that the same body would have as a message."""
         parsed, backend = await self._parsed(request, parse_count_tokens)
         asked = self._with_model(parsed.request)
-        (prompt,) = await backend.generator.render(asked.prompt, asked.prompt_field)
+        (prompt,) = await backend.generator.render(
+            asked.prompt, asked.prompt_field, self._salt(request, asked)
+        )
         return _json({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The token ids of a text or of a conversation."""
         parsed, backend = await self._parsed(request, parse_tokenize)
         asked = self._with_model(parsed.request)
-        (prompt,) = await backend.generator.render(asked.prompt, asked.prompt_field)
+        (prompt,) = await backend.generator.render(
+            asked.prompt, asked.prompt_field, self._salt(request, asked)
+        )
         return _json(
             {
                 "count": len(prompt.token_ids),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import decode, measuring, prefill, schedule, startup
+from bench import decode, measuring, prefill, prompts, schedule, startup
 from bench.__main__ import SUBCOMMANDS
 from bench.counting import decode_work, prefill_work
 from bench.measuring import Round
@@ -50,6 +50,12 @@ def test_prefill_reports_its_shares(capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = report["results"]
     assert result["tokens_per_s"] > 0
     assert set(report["temporary_bytes"]) == {"prefill_128", "prefill_64"}
+
+
+def test_prompts_reports_what_a_turn_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _report(capsys, prompts, ["--tokens", "600", "--messages", "12", "--turns", "3", "--json"])
+    assert (report["messages"], report["turns"]) == (12, 3) and report["prompt_tokens"] > 600
+    assert 0 < report["grown_s"]["min"] <= report["grown_s"]["max"] and report["new_s"]["min"] > 0
 
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
