@@ -29,12 +29,13 @@ from model.hub import HubError
 from runtime.constraints import ConstraintCompiler
 from runtime.generation import Backend, Generator
 from runtime.http_guard import Guard, guard_rules
-from runtime.http_server import HttpServer, ServerState
+from runtime.http_server import HttpServer
 from runtime.metrics import ServerMetrics
 from runtime.model_folder import find_model, read_model_folder
 from runtime.openai_protocol import ProtocolLimits
 from runtime.options import ServerOptions
 from runtime.prompts import PromptBuilder
+from runtime.server_state import ServerState
 from runtime.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
