@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "isolation": "running streams while prefixes are stored and restored",
     "beside": "a short prompt repeated beside a long conversation",
     "disk": "records written to disk and read back, against plain files",
+    "http": "a token from the engine to the client's socket",
     "kernels": "each kernel's calls against the device's floors",
     "trace": "the prefix cache on a request trace",
 }

@@ -233,6 +233,7 @@ class HttpServer:
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=_SSE_HEADERS)
+        stall = _StallWatch(request)
         try:
             await response.prepare(request)
             await response.write(encoder.opening())
@@ -251,16 +252,15 @@ class HttpServer:
                     if generation.finished:
                         watch.finished(generation)
                         events.append(encoder.closing(generation.usage_total()))
-                async with asyncio.timeout(CLIENT_STALL_LIMIT_S):
-                    await response.write(b"".join(events))
+                stall.began_s = time.monotonic()
+                await response.write(b"".join(events))
+                stall.began_s = None
             await response.write_eof()
-        except TimeoutError:
-            log.warning("request %s: the client stopped reading", request[REQUEST_ID])
-            if request.transport is not None:
-                request.transport.abort()
         except ConnectionResetError:
             # Clients close at [DONE] or when they have read enough; nobody is left to tell.
             log.debug("request %s: the client closed the connection", request[REQUEST_ID])
+        finally:
+            stall.end()
         return response
 
     def _generation_error(self, request: web.Request, error: str) -> ApiError:
@@ -275,6 +275,27 @@ class HttpServer:
             if name not in self._logged_fields and len(self._logged_fields) < _MAX_LOGGED_FIELD_NAMES:
                 self._logged_fields.add(name)
                 log.info("request field %r is not used", name[:60])
+
+
+class _StallWatch:
+    """Cuts the connection of a client that stops reading. One timer for a whole stream: one for each write would cost
+    as much as the write."""
+
+    def __init__(self, request: web.Request):
+        self.began_s: float | None = None  # the write that has not ended
+        self._request = request
+        self._timer = asyncio.get_running_loop().call_later(CLIENT_STALL_LIMIT_S / 4, self._look)
+
+    def _look(self) -> None:
+        if self.began_s is not None and time.monotonic() - self.began_s >= CLIENT_STALL_LIMIT_S:
+            log.warning("request %s: the client stopped reading", self._request[REQUEST_ID])
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(CLIENT_STALL_LIMIT_S / 4, self._look)
+
+    def end(self) -> None:
+        self._timer.cancel()
 
 
 class _Stopwatch:

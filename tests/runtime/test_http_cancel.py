@@ -8,7 +8,11 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
+from runtime import http_server
 from tests.runtime.http_client import Client
+from tests.runtime.scripted_engine import scripted_server
 from tests.shared_server import MODEL_LEN_TOKENS
 
 CHAT = "/v1/chat/completions"
@@ -139,3 +143,18 @@ def test_health_answers_while_a_long_prompt_is_prepared(server: Client) -> None:
     while thread.is_alive():
         assert server.request("GET", "/health")[0] == 200
     thread.join()
+
+
+def test_a_client_that_stops_reading_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "CLIENT_STALL_LIMIT_S", 0.4)
+    with scripted_server(max_model_tokens=10**8) as (server, engine):
+        engine.script, engine.chunk_tokens = ["x" * 120_000], 500
+        with send(server, COMPLETIONS, {"prompt": "x", "stream": True, "logprobs": 1}):
+            deadline_s = time.monotonic() + 20
+            while "stopped reading" not in caplog.text and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+        assert caplog.text.count("the client stopped reading") == 1
+        engine.script = ["hello"]
+        assert server.post(COMPLETIONS, {"prompt": "x"})[0] == 200
