@@ -24,7 +24,7 @@ from runtime.anthropic_protocol import parse_count_tokens, parse_messages
 from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable
 from runtime.generation import Backend, Generation
 from runtime.http_admin import AdminRoutes
-from runtime.http_guard import API_KEY, REQUEST_ID, Access, Guard, Handler
+from runtime.http_guard import API_KEY, LOG_FACTS, REQUEST_ID, Access, Guard, Handler
 from runtime.http_status import StatusRoutes, json_response
 from runtime.json_body import decode_object
 from runtime.metrics import ServerMetrics
@@ -146,6 +146,7 @@ class HttpServer:
         )
         response_id = form.id_prefix + secrets.token_hex(12)
         generation = await backend.generator.start(serve_request, response_id)
+        request[LOG_FACTS] = facts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         try:
             encoder = form.encoder(generation.answer, backend.token_bytes)
             watch = _Stopwatch(self._metrics, arrival_s)
@@ -155,6 +156,8 @@ class HttpServer:
         finally:
             # Also where the client has gone: aiohttp then cancels this handler.
             generation.close()
+            usage = generation.usage_total()
+            facts.update((name, getattr(usage, name)) for name in facts)
 
     def _salt(self, request: web.Request, asked: ServeRequest) -> str | None:
         return tenant_salt(asked.cache_salt, request.get(API_KEY) if self._isolate_keys else None)
