@@ -42,7 +42,7 @@ def conversation(texts: list[str]) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MESSAGES)
 def test_b114_every_turn_has_the_tokens_and_ends_of_a_whole_reading(texts: list[str]) -> None:
     for n in range(1, len(texts) + 1):
