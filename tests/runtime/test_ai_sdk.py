@@ -1,4 +1,4 @@
-"""Does the AI SDK (opencode, many apps) complete a two-turn tool task? Under node, with packages of the npm registry."""
+"""Does the AI SDK (opencode, many apps) complete a two-turn tool task? Under node, with packages from npm."""
 
 import json
 import shutil
