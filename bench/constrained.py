@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--streams", type=int, default=8, help="free ones")
     add("--window-s", type=float, default=3.0)
+    add("--context-tokens", type=int, default=16_384, help="a stream's most")
     args = parser.parse_args(argv)
     use_cache(args)
-    max_tokens = 16_384
-    with running_engine(args, max_tokens, max_concurrency=args.streams + 1) as engine:
+    with running_engine(args, args.context_tokens, max_concurrency=args.streams + 1) as engine:
         compiler = ConstraintCompiler(
             load_tokenizer(args.model), engine._static.config.vocab_size, sorted(engine._eos_token_ids)
         )
@@ -133,6 +133,8 @@ def _window(
 
         def again() -> None:
             nonlocal n_held
+            if counters[-1].stopped:
+                return
             n_held += 1
             submit(f"{prefix}-held-{n_held}", counters[-1], True)
 
