@@ -77,12 +77,12 @@ def _of_length(
 ) -> RenderedPrompt | None:
     """None where no cut of this text comes out exactly so long: where messages begin decides a few tokens."""
     words = [rng.choice(WORDS) for _ in range(2 * n_tokens)]
-    frames_tokens = len(builder.render(_messages(n_messages, words[:n_messages])).token_ids)
+    frames_tokens = len(builder.render(messages_of(n_messages, words[:n_messages])).token_ids)
     n_words = n_messages + max(0, n_tokens - frames_tokens)
     tried = set()
     for _ in range(ATTEMPTS):
         tried.add(n_words)
-        prompt = builder.render(_messages(n_messages, words[:n_words]))
+        prompt = builder.render(messages_of(n_messages, words[:n_words]))
         missing = n_tokens - len(prompt.token_ids)
         if missing == 0:
             return prompt
@@ -95,7 +95,7 @@ def _of_length(
     return None
 
 
-def _messages(n_messages: int, words: Sequence[str]) -> list[dict[str, str]]:
+def messages_of(n_messages: int, words: Sequence[str]) -> list[dict[str, str]]:
     """The last one is the user's; an even number begins with a system message."""
     roles = ["user" if (n_messages - 1 - i) % 2 == 0 else "assistant" for i in range(n_messages)]
     if n_messages % 2 == 0:

@@ -36,6 +36,7 @@ class Planner:
         message_ends_tokens: Sequence[int] = (),
         tiers: Sequence[int] = range(len(TIERS)),
         failed: tuple[str, str] | None = None,
+        leaves_checkpoints: bool = True,
     ) -> Plan:
         """`best_tokens`: the last grid position that could be of use; `allowed_tokens`: the most that may be restored,
         from one of `tiers`. `failed`: why an earlier plan of this request did not get what it wanted.
@@ -57,6 +58,11 @@ class Planner:
         n_restored = chosen.end_tokens // grid
         restored = path.nodes[:n_restored]
         node = restored[-1] if restored else None
+        wanted: tuple[Wanted, ...] = ()
+        if leaves_checkpoints:
+            wanted = self._wanted(
+                purpose, len(tokens), best_tokens, path, chosen.end_tokens, message_ends_tokens
+            )
         checkpoint = node.checkpoint if node is not None else None
         missed: dict[str, Any] | None = {"cause": "off"}
         if config.enabled:
@@ -72,14 +78,12 @@ class Planner:
             chosen=chosen,
             missed_because=missed,
             outcome="miss" if chosen.end_tokens == 0 else "partial" if missed else "full",
-            wanted=self._wanted(
-                purpose, len(tokens), best_tokens, path, chosen.end_tokens, message_ends_tokens
-            ),
+            wanted=wanted,
             page_ids=[page_id for node in restored for page_id in node.pages[DEVICE] or ()],
             row_page_ids=list(checkpoint.rows[DEVICE] or ()) if checkpoint is not None else [],
             sources=planning.sources_of(restored),
             node=node,
-            pending_from_step=n_restored,
+            pending_from_step=n_restored if leaves_checkpoints else len(path.digests),
         )
 
     def _wanted(

@@ -137,9 +137,11 @@ class PrefixCache:
         again: bool = False,
         after: Plan | None = None,
         identity: Identity | None = None,
+        leaves_checkpoints: bool = True,
     ) -> Plan:
         """The plan of a prompt. At most N-1 tokens are restored, and at most `limit_tokens` where given: a
         request for the logprob of prompt position p passes p-1 (0 for echo). `after`: the plan whose load failed.
+        Without `leaves_checkpoints` nothing of this prompt will be published.
         """
         n_tokens = len(tokens)
         best_tokens = last_grid_position(n_tokens - 1, self.config.grid_tokens)
@@ -157,6 +159,7 @@ class PrefixCache:
             message_ends_tokens=message_ends_tokens,
             tiers=tiers,
             failed=failed,
+            leaves_checkpoints=leaves_checkpoints,
         )
         plan.again = again
         return plan

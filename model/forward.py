@@ -21,6 +21,7 @@ from model.layers.in_place import after
 from model.layers.linear import embed, logits_of, rms_norm, rotations
 from model.mixers import MIXERS
 from model.mtp import write_mtp
+from model.prompt_scores import PromptScores, ScoredTileBatch, score_tiles
 from model.rows import save_row_if
 from model.sampling import remember, sample
 from model.state import DeviceState
@@ -46,6 +47,20 @@ def prompt_logits(
     flat = hidden_nth.reshape(-1, hidden_nth.shape[-1])
     logits = _logits(params, flat, static)
     return state, logits.reshape(*hidden_nth.shape[:2], -1)
+
+
+def prefill_scored(
+    params: DecoderWeights, state: DeviceState, batch: ScoredTileBatch, static: Static
+) -> tuple[DeviceState, tuple[StepOutput, PromptScores]]:
+    """As `prefill`, and scores the token behind every position. Another program, so perhaps other last bits: what it
+    computes is for its own prompt alone."""
+    tiles = batch.tiles
+    state, hidden_nth = _run_tiles(params, state, tiles, static, keep_all=True)
+    scores = score_tiles(hidden_nth, batch, lambda x: _logits(params, x, static), static.config.vocab_size)
+    last_n1 = jnp.maximum(tiles.valid_tokens_n - 1, 0)[:, None, None]
+    last_nh = jnp.take_along_axis(hidden_nth, last_n1, axis=1)[:, 0]
+    state, output = _first_tokens(params, state, tiles, last_nh, static)
+    return state, (output, scores)
 
 
 def decode(

@@ -45,6 +45,20 @@ def short_parts(parts: Iterable[Part]) -> Iterator[Part]:
                 yield dataclasses.replace(part, text=part.text[start : start + MAX_TEXT_CHARS])
 
 
+def blocks_of(parts: Iterable[Part]) -> list[list[Part]]:
+    """The parts in order, cut where reasoning, content or another call begins."""
+    blocks: list[list[Part]] = []
+    for part in parts:
+        goes_on = bool(blocks) and (
+            isinstance(part, CallArguments | CallEnd) or type(part) is type(blocks[-1][-1])
+        )
+        if goes_on and not isinstance(part, CallStart):
+            blocks[-1].append(part)
+        else:
+            blocks.append([part])
+    return blocks
+
+
 def collected_parts(parts: Iterable[Part]) -> Said:
     reasoning: list[str] = []
     content: list[str] = []

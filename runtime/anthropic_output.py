@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.answer_encoder import AnswerEncoder
-from runtime.answer_parts import collected_parts, short_parts
+from runtime.answer_parts import blocks_of, collected_parts, short_parts
 from runtime.api_errors import ErrorBody
 from runtime.detokenizer import TokenBytes
 from runtime.parsers.events import CallArguments, CallStart, Content, Reasoning
@@ -109,18 +109,18 @@ class MessagesEncoder(AnswerEncoder):
 
     def whole(self, usage: Usage) -> bytes:
         deltas = self._collected[0]
-        said = collected_parts(part for delta in deltas for part in delta.parts)
         blocks: list[dict[str, Any]] = []
-        if said.reasoning:
-            blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": _SIGNATURE})
-        if said.content:
-            blocks.append({"type": "text", "text": said.content})
-        # A cut call has no object to show, and an empty one could be taken for the call.
-        blocks += [
-            {"type": "tool_use", "id": c.call_id, "name": c.name, "input": msgspec.Raw(c.arguments.encode())}
-            for c in said.calls
-            if c.is_complete
-        ]
+        for parts in blocks_of(part for delta in deltas for part in delta.parts):
+            said = collected_parts(parts)
+            if said.reasoning:
+                blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": _SIGNATURE})
+            elif said.content:
+                blocks.append({"type": "text", "text": said.content})
+            # A cut call has no object to show, and an empty one could be taken for the call.
+            for call in said.calls:
+                if call.is_complete:
+                    given = msgspec.Raw(call.arguments.encode())
+                    blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": given})
         return msgspec.json.encode(
             {**self._head(blocks), **_stop_fields(deltas[-1]), "usage": usage_object(usage)}
         )

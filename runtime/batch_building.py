@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from model.batch import DecodeBatch, SamplingBatch, TileBatch
+from model.prompt_scores import ScoredTileBatch
 from runtime.sequence import Sequence
 from runtime.step_plan import DecodeCall, PrefillCall
 
@@ -53,6 +54,20 @@ def build_tiles(
         row_page_ids_nq=row_page_ids,
         sampling=build_sampling([(tile.sequence, 0) for tile in tiles], n_most),
     )
+
+
+def build_scored_tiles(
+    call: PrefillCall, n_most: int, table_pages: int, scratch_slot: int, row_pages: int
+) -> ScoredTileBatch:
+    """As `build_tiles`, with the token that follows each position. `table_pages` covers whole tiles: a last tile that
+    is not full writes its padding to page 0."""
+    next_token_ids = np.zeros((n_most, call.tile_tokens), np.int32)
+    for i, tile in enumerate(call.tiles):
+        start = tile.start_tokens + 1
+        following = tile.sequence.request.prompt_token_ids[start : start + tile.valid_tokens]
+        next_token_ids[i, : len(following)] = following
+    tiles = build_tiles(call, n_most, table_pages, scratch_slot, row_pages)
+    return ScoredTileBatch(tiles=tiles, next_token_ids_nt=next_token_ids)
 
 
 def build_decode(

@@ -56,17 +56,21 @@ class ChoiceAssembler:
         """The visible part of `delta`; None once the choice has finished."""
         if self.finished:
             return None
+        if self._request.prompt_only:
+            delta = dataclasses.replace(
+                delta,
+                token_ids=(),
+                logprobs=None,
+                finish_reason=delta.finish_reason and ("error" if delta.error else "length"),
+                stop_token_id=None,
+            )
         self._receipt = delta.receipt or self._receipt
         cached_tokens = delta.usage.cached_tokens if delta.usage else self.usage.cached_tokens
         events, n_tokens, match = self._read(delta)
         token_ids, logprobs = delta.token_ids, delta.logprobs
         if n_tokens < len(token_ids):
             token_ids, logprobs = token_ids[:n_tokens], logprobs[:n_tokens] if logprobs else logprobs
-        self.usage = dataclasses.replace(
-            self.usage,
-            completion_tokens=self.usage.completion_tokens + n_tokens,
-            cached_tokens=cached_tokens,
-        )
+        self.usage = self._grown_usage(n_tokens, 0, cached_tokens)
         finish_reason: str | None = delta.finish_reason
         stop_reason: str | int | None = None
         if self._calls_are_enough:
@@ -93,6 +97,17 @@ class ChoiceAssembler:
             times=delta.times,
             logits_digests=(delta.logits_digest,) if delta.logits_digest is not None else (),
             receipt=self._receipt if self.finished else None,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
+
+    def _grown_usage(self, n_tokens: int, n_reasoning: int, cached_tokens: int) -> Usage:
+        # For each token, so made directly: dataclasses.replace takes several times as long.
+        usage = self.usage
+        return Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens + n_tokens,
+            cached_tokens,
+            usage.reasoning_tokens + n_reasoning,
         )
 
     @property
@@ -116,7 +131,7 @@ class ChoiceAssembler:
             text, match = self._matcher.feed(self._decoder.feed((token_id,)), armed)
             events += self._parse(text)
             if was_thinking:
-                self.usage = dataclasses.replace(self.usage, reasoning_tokens=self.usage.reasoning_tokens + 1)
+                self.usage = self._grown_usage(0, 1, self.usage.cached_tokens)
             if match is not None or self._calls_are_enough:
                 return events, i + 1, match
         return events, len(token_ids), None
@@ -140,6 +155,8 @@ class ChoiceAssembler:
         return events
 
     def _parts(self, events: list[Event]) -> tuple[Part, ...]:
+        if len(events) == 1 and isinstance(events[0], Content):
+            return (events[0],)  # nearly always
         parts: list[Part] = []
         for event in merged(event for event in events if not isinstance(event, Markup)):
             if isinstance(event, Malformed):

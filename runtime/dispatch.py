@@ -17,8 +17,9 @@ from typing import Any
 
 from cache_tiers.arena import BrokenLaw
 from cache_tiers.planning import Plan
+from runtime.prompt_scoring import keep_scores
 from runtime.sequence import Sequence
-from runtime.step_plan import Admission, DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan
+from runtime.step_plan import Admission, DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan, Tile
 from runtime.steps import DeviceSteps, HostOutput
 from runtime.swap import SwapImage
 
@@ -33,6 +34,8 @@ class CallInFlight:
     output: Any
     rows: Rows
     checkpoints: tuple[tuple[Sequence, PlannedCheckpoint], ...] = ()
+    scores: Any = None
+    scored_tiles: tuple[Tile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,11 @@ class Dispatcher:
             began_s = now_s
 
     def read(self, call: CallInFlight) -> HostOutput:
-        """Waits for the call's results; what nobody wants is not copied."""
+        """Waits for the call's results; what nobody wants is not copied. Scores go to their sequences."""
         sequences = [sequence for _, sequence, _ in call.rows]
         with_logprobs = any(sequence.request.sampling.logprobs is not None for sequence in sequences)
+        if call.scored_tiles:
+            keep_scores(call.scored_tiles, call.scores)
         with_logits = any(sequence.request.wants_logits_digest for sequence in sequences)
         return self.steps.read(call.output, with_logprobs, with_logits)
 
@@ -113,6 +118,9 @@ class Dispatcher:
         checkpoints = tuple(
             (tile.sequence, tile.checkpoint) for tile in call.tiles if tile.checkpoint is not None
         )
+        if call.scores:
+            output, scores = self.steps.prefill_scored(call)
+            return CallInFlight(output, rows, checkpoints, scores, call.tiles)
         return CallInFlight(self.steps.prefill(call), rows, checkpoints)
 
     def _decode(self, call: DecodeCall) -> CallInFlight:

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[TokenDelta], None]
 STEPS_IN_FLIGHT = 2
 LONG_STEP_S = 0.2  # the host's work between two such steps is less than a hundredth of them
+MASKED_STEP_S = 0.008  # the host's work between two such steps is less than a tenth of them
+MASK_WAIT_SHARE = 0.05  # of a step, that all wait for masks at most
 STEP_HISTORY = 32  # summaries kept as evidence for a failure
 TRANSFER_POLL_S = 0.05  # transfers wake the engine; a pause of their pacing does not
 IDLE_CHECK_S = 1.0  # idle this long, the cache's books are checked whole, once
@@ -341,6 +343,7 @@ class Engine:
         """Nothing more happens to it: its slot and pages go back, its image and its place in the books."""
         self._scheduler.finish(sequence)
         self._dispatcher.forget(sequence.request_id)
+        self._masks.forget(sequence)
         del self._sequences[sequence.request_id]
         with self._lock:
             del self._live[sequence.request_id]
@@ -350,6 +353,8 @@ class Engine:
         self._masks.see()
         if self._settling.n_waiting and not self._scheduler.has_work and not self._in_flight:
             self._arrivals += self._settling.begin(self._arrivals)
+        if self._masks.followed and self._step_s >= MASKED_STEP_S:
+            self._wait_for_masks()
         plan = self._scheduler.plan_step()
         if not plan.empty:
             self._note(plan)
@@ -367,6 +372,16 @@ class Engine:
                 )
         self._last_turn_s = time.monotonic()
         self._stats = self._snapshot()
+
+    def _wait_for_masks(self) -> None:
+        """A step planned ahead leaves the constrained sequences out: their masks need its predecessor's tokens. Where
+        steps are long none is planned ahead, so that all are in the next one; a mask that takes longer than a small
+        share of a step makes its own sequence miss it and nobody else."""
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+        with self._lock:
+            self._lock.wait_for(lambda: not self._masks.busy, MASK_WAIT_SHARE * self._step_s)
+        self._masks.see()
 
     def _note(self, plan: StepPlan) -> None:
         """What the step will do, for the counters and as evidence."""
@@ -423,7 +438,7 @@ class Engine:
             self._totals.add("first_tokens_total")
             if sequence.first_plan is not None and sequence.admitted_s is not None:
                 sequence.first_plan.prefill_s = now_s - sequence.admitted_s
-                if self._crowded_s < sequence.admitted_s:
+                if self._crowded_s < sequence.admitted_s and not sequence.scores_prompt:
                     start_tokens = sequence.first_plan.restored_tokens
                     self._cache.costs.observe_prefill(
                         start_tokens, sequence.prompt_tokens, now_s - sequence.admitted_s
@@ -496,6 +511,8 @@ class Engine:
             live, self._live = self._live, {}
         for request_id, (request, deliver) in live.items():
             sequence = self._sequences.pop(request_id, None)
+            if sequence is not None:
+                self._masks.forget(sequence)
             now_s = time.monotonic()
             if sequence is not None and self._failure is None:
                 self._scheduler.finish(sequence)

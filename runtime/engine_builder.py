@@ -38,6 +38,7 @@ from runtime.remembered import recall_bytes, recall_rates, remember_bytes, remem
 from runtime.scheduler_config import SchedulerConfig
 from runtime.step_plan import ScheduleMode
 from runtime.steps import (
+    SCORED_PREFILL,
     DeviceSteps,
     Progress,
     StepShapes,
@@ -45,7 +46,6 @@ from runtime.steps import (
     declare_programs,
     decode_name,
     gather_name,
-    prefill_name,
     temporary_bytes,
 )
 from runtime.swap import CHUNK_PAGES
@@ -312,7 +312,7 @@ def _plan(setup: _Setup, memory: tuple[int, str], progress: Progress | None) -> 
     trial = setup.trial_shapes
     programs = declare_programs(setup.static, setup.params, trial)
     names = (
-        prefill_name(trial.grid_tokens),
+        SCORED_PREFILL,  # needs all that prefill does, and more
         decode_name(trial.decode_buckets_rows[-1]),
         gather_name(CHUNK_PAGES),
     )

@@ -123,6 +123,8 @@ class Generation:
         self._engine: TokenEngine | None = None
         self._engine_ids: list[str] = []
         self._live: set[int] = set()
+        self._wait_until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def finished(self) -> bool:
@@ -158,6 +160,8 @@ class Generation:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 constraint=constraints[index],
+                # A chat answer tells of its prompt once, completions with each choice.
+                prompt_logprobs=request.scored_best if not (request.is_chat and index) else None,
                 message_ends_tokens=prompt.message_end_tokens,
                 wants_receipt=request.cache_receipt,
                 wants_logits_digest=request.logits_digests,
@@ -188,18 +192,28 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _wait_is_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if loop.time() >= self._wait_until_s:
+            self._wake()
+        else:
+            self._timer = loop.call_at(self._wait_until_s, self._wait_is_over, loop)
+
     async def next_batch(self, timeout_s: float | None) -> list[ChoiceDelta]:
         """All deltas that have come; waits for the first at most `timeout_s`, then gives an empty list."""
         if not self._pending:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+            if timeout_s is not None:
+                self._wait_until_s = loop.time() + timeout_s
+                if self._timer is None:  # else the one of an earlier wait: it looks again at its end
+                    self._timer = loop.call_at(self._wait_until_s, self._wait_is_over, loop)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if timer is not None:
-                    timer.cancel()
         pending, self._pending = self._pending, []
         shown: list[ChoiceDelta] = []
         for index, delta in pending:
@@ -215,6 +229,8 @@ class Generation:
 
     def close(self) -> None:
         """Cancels what still runs; harmless when all is done."""
+        if self._timer is not None:
+            self._timer.cancel()
         for index in sorted(self._live):
             if self._engine is not None:
                 self._engine.cancel(self._engine_ids[index])
@@ -245,7 +261,7 @@ class Generator:
 
     async def start(self, request: ServeRequest, response_id: str) -> Generation:
         """Renders, tokenises, checks lengths, submits. Raises ApiError before anything has been written."""
-        prompts = await self.render(request.prompt, request.prompt_field)
+        prompts = await self.render(request.prompt, request.prompt_field, request.cache_salt)
         self._check_lengths(request, prompts)
         constraints = await self._constraints(request, prompts)
         generation = Generation(Answer(request, response_id, int(time.time()), prompts))
@@ -262,14 +278,17 @@ class Generator:
             ) from None
         return generation
 
-    async def render(self, prompt: ChatPrompt | TextPrompts, field: str) -> tuple[RenderedPrompt, ...]:
-        """Templates and tokenises on a worker. Raises ApiError; `field` is the one that it names."""
+    async def render(
+        self, prompt: ChatPrompt | TextPrompts, field: str, scope: str | None
+    ) -> tuple[RenderedPrompt, ...]:
+        """Templates and tokenises on a worker. Raises ApiError; `field` is the one that it names. `scope` is the
+        cache's salt: other tenants' prompts leave no trace in the time that this one takes."""
         if self._n_preparing >= self._max_preparing:
             self._metrics.refused("queue_full")
             raise queue_full()
         self._n_preparing += 1
         try:
-            return await self._workers.run(self._builder.build, prompt)
+            return await self._workers.run(self._builder.build, prompt, scope)
         except TimeLimitExceeded:
             raise prompt_takes_too_long(field) from None
         finally:

@@ -129,7 +129,7 @@ class AdminRoutes:
         if ids is not None:
             token_ids = check_token_ids(ids, "token_ids", backend.limits.vocab_size)
         else:
-            (prompt,) = await backend.generator.render(TextPrompts((text or "",)), "prompt")
+            (prompt,) = await backend.generator.render(TextPrompts((text or "",)), "prompt", salt)
             token_ids = prompt.token_ids
         nodes = await self._ask(partial(PrefixCache.tree, tokens=token_ids, salt=salt))
         return _json({"prompt_tokens": len(token_ids), "nodes": nodes})

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from runtime import anthropic_output, openai_output
+from runtime import anthropic_output, logs, openai_output
 from runtime.api_errors import ApiError, internal_error
 
 log = logging.getLogger("strata.http")
@@ -29,6 +30,9 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 API_KEY: web.RequestKey[str] = web.RequestKey("api_key", str)
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _MAX_ID_CHARS = 128
+CLIENT_GONE = 499
+# What a request's log line tells besides; set by whoever knows.
+LOG_FACTS: web.RequestKey[dict[str, int]] = web.RequestKey("log_facts", dict)
 _CORS_HEADERS = (
     "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta,"
     " anthropic-dangerous-direct-browser-access, x-stainless-arch, x-stainless-lang, x-stainless-os,"
@@ -117,6 +121,16 @@ class Guard:
         @web.middleware
         async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
             request[REQUEST_ID] = _request_id(request)
+            began_s = time.monotonic()
+            status = CLIENT_GONE  # where what follows is cancelled
+            try:
+                response = await answer(request, handler)
+                status = response.status
+                return response
+            finally:
+                _log_request(request, status, time.monotonic() - began_s)
+
+        async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
                 self._check_host(request)
                 self._check_origin(request)
@@ -186,6 +200,24 @@ def error_response(error: ApiError, request: web.Request) -> web.Response:
     return web.Response(
         status=status, body=msgspec.json.encode(body), content_type="application/json", headers=error.headers
     )
+
+
+def _log_request(request: web.Request, status: int, took_s: float) -> None:
+    """One line: never a body, nor a path as the client wrote it. What only looks (probes, metrics) is told where it
+    fails."""
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else "(no such path)"
+    facts = {
+        "request_id": request[REQUEST_ID],
+        "method": request.method,
+        "path": path,
+        "status": status,
+        "took_s": round(took_s, 4),
+        **request.get(LOG_FACTS, {}),
+    }
+    level = logging.DEBUG if request.method == "GET" and status < 400 else logging.INFO
+    told = " ".join(f"{name}={value}" for name, value in facts.items())
+    log.log(level, "request %s", told, extra={logs.FACTS: facts})
 
 
 def _from_aiohttp(error: web.HTTPException) -> ApiError:

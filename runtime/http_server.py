@@ -13,26 +13,27 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from cache_tiers.identity import tenant_salt
 from runtime.answer_encoder import AnswerEncoder
 from runtime.anthropic_output import MessagesEncoder
 from runtime.anthropic_protocol import parse_count_tokens, parse_messages
-from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable, unknown_model
+from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable
 from runtime.generation import Backend, Generation
 from runtime.http_admin import AdminRoutes
-from runtime.http_guard import API_KEY, REQUEST_ID, Access, Guard, Handler
+from runtime.http_guard import API_KEY, LOG_FACTS, REQUEST_ID, Access, Guard, Handler
+from runtime.http_status import StatusRoutes, json_response
 from runtime.json_body import decode_object
-from runtime.metrics import CONTENT_TYPE, ServerMetrics
+from runtime.metrics import ServerMetrics
 from runtime.openai_output import ChatEncoder, CompletionEncoder
 from runtime.openai_protocol import ParsedRequest, ProtocolLimits, parse_chat, parse_completion
 from runtime.responses_output import ResponsesEncoder
 from runtime.responses_protocol import parse_responses
 from runtime.serve_request import ChoiceDelta, ServeRequest, TextPrompts
+from runtime.server_state import ServerState
 from runtime.token_protocol import parse_detokenize, parse_tokenize
 from runtime.worker_pool import TimeLimitExceeded, WorkerPool
 
@@ -51,36 +52,31 @@ _SSE_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-Phase = Literal["starting", "ready", "draining", "failed"]
 Parser = Callable[[Mapping[str, Any], ProtocolLimits], ParsedRequest]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A protocol: how its bodies are read, how its answers are written, how their ids begin."""
+    """A protocol: how its bodies are read, how its answers are written, how their ids begin, what it is for."""
 
     parse: Parser
     encoder: type[AnswerEncoder]
     id_prefix: str
+    about: str
 
 
 _FORMS = {
-    "/v1/chat/completions": _Form(parse_chat, ChatEncoder, "chatcmpl-"),
-    "/v1/completions": _Form(parse_completion, CompletionEncoder, "cmpl-"),
-    "/v1/messages": _Form(parse_messages, MessagesEncoder, "msg_"),
-    "/v1/responses": _Form(parse_responses, ResponsesEncoder, "resp_"),
+    "/v1/chat/completions": _Form(
+        parse_chat, ChatEncoder, "chatcmpl-", "The next message of a conversation."
+    ),
+    "/v1/completions": _Form(
+        parse_completion, CompletionEncoder, "cmpl-", "What follows a text or token ids."
+    ),
+    "/v1/messages": _Form(parse_messages, MessagesEncoder, "msg_", "The next message, in Anthropic's form."),
+    "/v1/responses": _Form(
+        parse_responses, ResponsesEncoder, "resp_", "The next items, as OpenAI's Responses."
+    ),
 }
-
-
-@dataclass
-class ServerState:
-    """`phase` and `backend` change from the event loop alone. `model_names` may hold `*`."""
-
-    model_names: tuple[str, ...]
-    version: str
-    phase: Phase = "starting"
-    backend: Backend | None = None
-    started_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
 class HttpServer:
@@ -102,9 +98,9 @@ class HttpServer:
         self._state = state
         self._guard = guard
         self._metrics = metrics
+        self._status = StatusRoutes(state, metrics, stall_limit_s)
         self._workers = workers
         self._max_body_bytes = max_body_bytes
-        self._stall_limit_s = stall_limit_s
         self._isolate_keys = isolate_keys
         self._enable_faults = enable_faults
         self._ping_interval_s = ping_interval_s
@@ -119,19 +115,14 @@ class HttpServer:
             ("POST", "/v1/tokenize", self.tokenize, Access.KEY),
             ("POST", "/detokenize", self.detokenize, Access.KEY),
             ("POST", "/v1/detokenize", self.detokenize, Access.KEY),
-            ("GET", "/v1/models", self.models, Access.KEY),
-            ("GET", "/v1/models/{name:.+}", self.model, Access.KEY),
-            ("GET", "/version", self.version, Access.KEY),
-            ("GET", "/metrics", self.metrics, Access.METRICS),
-            ("GET", "/health", self.health, Access.OPEN),
-            ("GET", "/ready", self.ready, Access.OPEN),
-            ("GET", "/ping", self.health, Access.OPEN),
         )
         if self._guard.serves_admin:
             routes += AdminRoutes(
-                self._ready_backend, isolate_keys=self._isolate_keys, enable_faults=self._enable_faults
+                self._state.ready_backend, isolate_keys=self._isolate_keys, enable_faults=self._enable_faults
             ).routes()
         routes += tuple(("POST", path, self._answering(form), Access.KEY) for path, form in _FORMS.items())
+        routes += self._status.routes()
+        self._status.describe(routes)
         for method, path, handler, access in routes:
             app.router.add_route(method, path, self._guard.route(handler, access))
         return app
@@ -142,19 +133,20 @@ class HttpServer:
         async def answer(request: web.Request) -> web.StreamResponse:
             return await self._answer(request, form)
 
+        answer.__doc__ = form.about
+
         return answer
 
     async def _answer(self, request: web.Request, form: _Form) -> web.StreamResponse:
         arrival_s = time.monotonic()
         parsed, backend = await self._parsed(request, form.parse)
         serve_request = dataclasses.replace(
-            self._with_model(parsed.request),
-            cache_salt=tenant_salt(
-                parsed.request.cache_salt, request.get(API_KEY) if self._isolate_keys else None
-            ),
+            self._state.with_model(parsed.request),
+            cache_salt=self._salt(request, parsed.request),
         )
         response_id = form.id_prefix + secrets.token_hex(12)
         generation = await backend.generator.start(serve_request, response_id)
+        request[LOG_FACTS] = facts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         try:
             encoder = form.encoder(generation.answer, backend.token_bytes)
             watch = _Stopwatch(self._metrics, arrival_s)
@@ -164,11 +156,16 @@ class HttpServer:
         finally:
             # Also where the client has gone: aiohttp then cancels this handler.
             generation.close()
+            usage = generation.usage_total()
+            facts.update((name, getattr(usage, name)) for name in facts)
+
+    def _salt(self, request: web.Request, asked: ServeRequest) -> str | None:
+        return tenant_salt(asked.cache_salt, request.get(API_KEY) if self._isolate_keys else None)
 
     async def _parsed(self, request: web.Request, parse: Parser) -> tuple[ParsedRequest, Backend]:
         """Reads the body and what it asks for, and who is there to answer it."""
         body = await _read_body(request)
-        backend = self._ready_backend()
+        backend = self._state.ready_backend()
 
         def work() -> ParsedRequest:
             return parse(decode_object(body), backend.limits)
@@ -185,16 +182,20 @@ class HttpServer:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Anthropic's: the prompt tokens that the same body would have as a message."""
         parsed, backend = await self._parsed(request, parse_count_tokens)
-        asked = self._with_model(parsed.request)
-        (prompt,) = await backend.generator.render(asked.prompt, asked.prompt_field)
-        return _json({"input_tokens": len(prompt.token_ids)})
+        asked = self._state.with_model(parsed.request)
+        (prompt,) = await backend.generator.render(
+            asked.prompt, asked.prompt_field, self._salt(request, asked)
+        )
+        return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The token ids of a text or of a conversation."""
         parsed, backend = await self._parsed(request, parse_tokenize)
-        asked = self._with_model(parsed.request)
-        (prompt,) = await backend.generator.render(asked.prompt, asked.prompt_field)
-        return _json(
+        asked = self._state.with_model(parsed.request)
+        (prompt,) = await backend.generator.render(
+            asked.prompt, asked.prompt_field, self._salt(request, asked)
+        )
+        return json_response(
             {
                 "count": len(prompt.token_ids),
                 "max_model_len": backend.engine.max_model_tokens,
@@ -203,12 +204,13 @@ class HttpServer:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
+        """The text of token ids."""
         parsed, backend = await self._parsed(request, parse_detokenize)
-        asked = self._with_model(parsed.request)
+        asked = self._state.with_model(parsed.request)
         assert isinstance(asked.prompt, TextPrompts)
         (token_ids,) = asked.prompt.prompts
         raw = b"".join(backend.token_bytes.raw(token_id) for token_id in token_ids if type(token_id) is int)
-        return _json({"prompt": raw.decode(errors="replace")})
+        return json_response({"prompt": raw.decode(errors="replace")})
 
     async def _whole(
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
@@ -221,7 +223,10 @@ class HttpServer:
                 encoder.collect(delta)
         watch.finished(generation)
         usage = generation.usage_total()
-        if generation.answer.request.sampling.logprobs and usage.completion_tokens > _MANY_LOGPROBS_TOKENS:
+        asked = generation.answer.request
+        n_candidates_tokens = usage.completion_tokens if asked.sampling.logprobs else 0
+        n_candidates_tokens += usage.prompt_tokens if asked.scored_best is not None else 0
+        if n_candidates_tokens > _MANY_LOGPROBS_TOKENS:
             body = await asyncio.to_thread(encoder.whole, usage)
         else:
             body = encoder.whole(usage)
@@ -231,6 +236,7 @@ class HttpServer:
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=_SSE_HEADERS)
+        stall = _StallWatch(request)
         try:
             await response.prepare(request)
             await response.write(encoder.opening())
@@ -249,16 +255,15 @@ class HttpServer:
                     if generation.finished:
                         watch.finished(generation)
                         events.append(encoder.closing(generation.usage_total()))
-                async with asyncio.timeout(CLIENT_STALL_LIMIT_S):
-                    await response.write(b"".join(events))
+                stall.began_s = time.monotonic()
+                await response.write(b"".join(events))
+                stall.began_s = None
             await response.write_eof()
-        except TimeoutError:
-            log.warning("request %s: the client stopped reading", request[REQUEST_ID])
-            if request.transport is not None:
-                request.transport.abort()
         except ConnectionResetError:
             # Clients close at [DONE] or when they have read enough; nobody is left to tell.
             log.debug("request %s: the client closed the connection", request[REQUEST_ID])
+        finally:
+            stall.end()
         return response
 
     def _generation_error(self, request: web.Request, error: str) -> ApiError:
@@ -267,27 +272,6 @@ class HttpServer:
             return unavailable("The server is stopping; this request was not finished.")
         return internal_error(request[REQUEST_ID])
 
-    def _ready_backend(self) -> Backend:
-        backend = self._state.backend
-        if backend is None:
-            raise unavailable("The server is still loading the model.")
-        if self._state.phase != "ready":
-            raise unavailable("The server is stopping and takes no new requests.")
-        stats = backend.engine.stats()
-        if not (stats.alive and stats.healthy):
-            raise unavailable("The engine has failed; the server must be restarted.")
-        return backend
-
-    def _with_model(self, request: ServeRequest) -> ServeRequest:
-        if not request.model:
-            return dataclasses.replace(request, model=self._listed_names()[0])
-        self._check_model(request.model)
-        return request
-
-    def _check_model(self, name: str) -> None:
-        if name not in self._state.model_names and "*" not in self._state.model_names:
-            raise unknown_model(name)
-
     def _note(self, parsed: ParsedRequest) -> None:
         self._metrics.malformed_arguments(parsed.malformed_arguments)
         for name in parsed.unread:
@@ -295,57 +279,26 @@ class HttpServer:
                 self._logged_fields.add(name)
                 log.info("request field %r is not used", name[:60])
 
-    # Models and health
 
-    async def models(self, _request: web.Request) -> web.Response:
-        entries = [self._model_entry(name) for name in self._listed_names()]
-        return _json({"object": "list", "data": entries})
+class _StallWatch:
+    """Cuts the connection of a client that stops reading. One timer for a whole stream: one for each write would cost
+    as much as the write."""
 
-    async def model(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        self._check_model(name)
-        return _json(self._model_entry(name))
+    def __init__(self, request: web.Request):
+        self.began_s: float | None = None  # the write that has not ended
+        self._request = request
+        self._timer = asyncio.get_running_loop().call_later(CLIENT_STALL_LIMIT_S / 4, self._look)
 
-    def _listed_names(self) -> list[str]:
-        return [name for name in self._state.model_names if name != "*"]
+    def _look(self) -> None:
+        if self.began_s is not None and time.monotonic() - self.began_s >= CLIENT_STALL_LIMIT_S:
+            log.warning("request %s: the client stopped reading", self._request[REQUEST_ID])
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(CLIENT_STALL_LIMIT_S / 4, self._look)
 
-    def _model_entry(self, name: str) -> dict[str, Any]:
-        backend = self._state.backend
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._state.started_s,
-            "owned_by": "strata",
-            "root": self._listed_names()[0],
-            "parent": None,
-            "max_model_len": None if backend is None else backend.engine.max_model_tokens,
-        }
-
-    async def health(self, _request: web.Request) -> web.Response:
-        """Alive? Loading is; a dead engine is not, nor one that has work and makes no step."""
-        if self._state.phase == "failed":
-            raise unavailable("The engine has failed.")
-        if self._state.backend is not None:
-            stats = self._state.backend.engine.stats()
-            if not stats.healthy or not (stats.alive or self._state.phase == "draining"):
-                raise unavailable("The engine has failed.")
-            if stats.last_step_age_s > self._stall_limit_s:
-                raise unavailable(f"The engine has made no step for {stats.last_step_age_s:.0f} s.")
-        return web.Response()
-
-    async def ready(self, _request: web.Request) -> web.Response:
-        self._ready_backend()
-        return web.Response()
-
-    async def version(self, _request: web.Request) -> web.Response:
-        answer: dict[str, Any] = {"version": self._state.version}
-        if self._state.backend is not None:
-            stats = self._state.backend.engine.stats()
-            answer["kernels"] = {"backend": stats.kernel_backend, "tuning_digest": stats.tuning_digest}
-        return _json(answer)
-
-    async def metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    def end(self) -> None:
+        self._timer.cancel()
 
 
 class _Stopwatch:
@@ -387,7 +340,3 @@ async def _read_body(request: web.Request) -> bytes:
         raise ApiError(408, "The body did not arrive in time.", code="request_timeout") from None
     except web.RequestPayloadError:
         raise invalid_json("The body could not be decoded.") from None
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -17,12 +17,18 @@ from runtime.answer_parts import MAX_TEXT_CHARS, collected_parts, short_parts
 from runtime.api_errors import ErrorBody
 from runtime.detokenizer import TokenBytes
 from runtime.parsers.events import CallArguments, CallStart, Content, Reasoning
-from runtime.request import TokenLogprob, Usage
+from runtime.prompt_logprobs_output import (
+    echoed_logprobs,
+    finite,
+    prompt_offsets,
+    ranked_logprobs,
+    short_logprobs,
+)
+from runtime.request import PromptLogprobs, TokenLogprob, Usage
 from runtime.serve_request import Answer, ChoiceDelta, Part
 
 DONE = b"data: [DONE]\n\n"
 _MAX_IDS_PER_CHUNK = 6_000
-_LOWEST_LOGPROB = -9999.0
 
 _encode = msgspec.json.encode
 
@@ -68,8 +74,8 @@ class OpenAIEncoder(AnswerEncoder):
     # What differs between chat and completions
 
     @abstractmethod
-    def _opening(self, index: int) -> list[dict[str, Any]]:
-        """Choice objects that come before the first token of a choice."""
+    def _opening(self, index: int, scores: PromptLogprobs | None) -> list[dict[str, Any]]:
+        """Choice objects that come before the first token of a choice; `scores` are of the prompt's tokens."""
 
     @abstractmethod
     def _piece(self, index: int, part: Part | None) -> dict[str, Any] | None:
@@ -102,7 +108,7 @@ class OpenAIEncoder(AnswerEncoder):
         index = delta.index
         if index not in self._begun:
             self._begun.add(index)
-            for choice in self._opening(index):
+            for choice in self._opening(index, delta.prompt_logprobs):
                 yield self._chunk(choice, Usage(delta.usage.prompt_tokens, 0, delta.usage.cached_tokens))
         request = self._request
         ids_wanted = (request.return_token_ids or request.logits_digests) and bool(delta.token_ids)
@@ -152,8 +158,21 @@ class OpenAIEncoder(AnswerEncoder):
             "choices": [self._whole_choice(index) for index in sorted(self._collected)],
             "usage": usage_object(usage),
             "system_fingerprint": None,
+            **self._whole_extra(),
         }
         return _encode(answer)
+
+    def _whole_extra(self) -> dict[str, Any]:
+        """What a whole answer says beside its choices."""
+        return {}
+
+    def _ranked_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        return ranked_logprobs(
+            self._answer.prompt_of(index).token_ids,
+            self._collected[index][0].prompt_logprobs,
+            self._request.prompt_logprobs or 0,
+            self._token_text,
+        )
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
         deltas = self._collected[index]
@@ -190,7 +209,7 @@ class ChatEncoder(OpenAIEncoder):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def _opening(self, index: int) -> list[dict[str, Any]]:
+    def _opening(self, index: int, scores: PromptLogprobs | None) -> list[dict[str, Any]]:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         ids = list(self._prompt_ids(index)) or [{}]
         first = {"index": index, **role, **ids[0]}
@@ -199,6 +218,10 @@ class ChatEncoder(OpenAIEncoder):
     def __init__(self, answer: Answer, token_bytes: TokenBytes):
         super().__init__(answer, token_bytes)
         self._n_calls: dict[int, int] = {}
+
+    def _whole_extra(self) -> dict[str, Any]:
+        asked = self._request.prompt_logprobs is not None
+        return {"prompt_logprobs": self._ranked_logprobs(0)} if asked else {}
 
     def _piece(self, index: int, part: Part | None) -> dict[str, Any] | None:
         if part is None:
@@ -246,7 +269,7 @@ class ChatEncoder(OpenAIEncoder):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._token_bytes.raw(token_id)
-        return {"token": self._token_text(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
+        return {"token": self._token_text(token_id), "logprob": finite(logprob), "bytes": list(raw)}
 
 
 class CompletionEncoder(OpenAIEncoder):
@@ -257,7 +280,7 @@ class CompletionEncoder(OpenAIEncoder):
     # Here tokens are keys, so those of half characters must differ from each other.
     partial_characters = "backslashreplace"
 
-    def _opening(self, index: int) -> list[dict[str, Any]]:
+    def _opening(self, index: int, scores: PromptLogprobs | None) -> list[dict[str, Any]]:
         choices = [
             {"index": index, "text": "", "finish_reason": None, **ids} for ids in self._prompt_ids(index)
         ]
@@ -265,6 +288,9 @@ class CompletionEncoder(OpenAIEncoder):
         for start in range(0, len(echoed), MAX_TEXT_CHARS):
             text = echoed[start : start + MAX_TEXT_CHARS]
             choices.append({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+        if self._echoes_logprobs:
+            for logprobs in short_logprobs(self._echoed_logprobs(index, scores)):
+                choices.append({"index": index, "text": "", "logprobs": logprobs, "finish_reason": None})
         return choices
 
     def _piece(self, index: int, part: Part | None) -> dict[str, Any]:
@@ -272,6 +298,28 @@ class CompletionEncoder(OpenAIEncoder):
 
     def _message(self, index: int, parts: list[Part]) -> dict[str, Any]:
         return {"text": self._echo(index) + collected_parts(parts).content}
+
+    def _whole_choice(self, index: int) -> dict[str, Any]:
+        scores = self._collected[index][0].prompt_logprobs
+        echoed = self._echoed_logprobs(index, scores) if self._echoes_logprobs else None
+        choice = super()._whole_choice(index)
+        if echoed is not None:
+            choice["logprobs"] = {name: echoed[name] + new for name, new in choice["logprobs"].items()}
+        if self._request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._ranked_logprobs(index)
+        return choice
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return self._request.echo and self._request.sampling.logprobs is not None
+
+    def _echoed_logprobs(self, index: int, scores: PromptLogprobs | None) -> dict[str, Any]:
+        """Those of the prompt's tokens; the answer's offsets go on from its end."""
+        text, token_ids = self._echo(index), self._answer.prompt_of(index).token_ids
+        offsets = prompt_offsets(text, token_ids, self._token_bytes.raw)
+        self._text_offsets_chars[index] = len(text)
+        n_best = self._request.sampling.logprobs or 0
+        return echoed_logprobs(token_ids, offsets, scores, n_best, self._token_text)
 
     def _echo(self, index: int) -> str:
         if not self._request.echo:
@@ -291,15 +339,10 @@ class CompletionEncoder(OpenAIEncoder):
         self._text_offsets_chars[index] = offset_chars
         return {
             "tokens": [self._token_text(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                {self._token_text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+                {self._token_text(token_id): finite(logprob) for token_id, logprob in entry.top}
                 for entry in entries
             ],
             "text_offset": offsets,
         }
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinities; a comparison with NaN is false and gives the lowest value too."""
-    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB

@@ -31,7 +31,7 @@ _MAX_TEMPLATE_LIST_ITEMS = 64
 # A request with one of these wants its output constrained; ignoring it would hand out a wrong answer.
 _CONSTRAINING = frozenset(
     "guided_json guided_regex guided_choice guided_grammar grammar"
-    " json_schema functions function_call prompt_logprobs suffix use_beam_search logits_processors bad_words"
+    " json_schema functions function_call suffix use_beam_search logits_processors bad_words"
     " allowed_token_ids truncate_prompt_tokens audio modalities prediction".split()
 )
 # The server sets these itself when it renders.
@@ -141,8 +141,6 @@ def parse_completion(body: Mapping[str, Any], limits: ProtocolLimits) -> ParsedR
     prompts = TextPrompts(_prompts(fields, limits), fields.boolean("add_special_tokens", True))
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
     echo = fields.boolean("echo")
-    if echo and logprobs is not None:
-        raise invalid_value("echo", "together with logprobs (logprobs of the prompt) is not supported")
     request = _request(fields, limits, prompts, logprobs, echo)
     return ParsedRequest(request, fields.unread())
 
@@ -163,13 +161,15 @@ def _request(
     if n_choices > limits.max_choices:
         raise invalid_value("n", f"{n_choices} choices in one request are more than {limits.max_choices}")
     fields.string("request_id")
+    # With echo none may be asked for: then the answer is the prompt, and what is asked of its tokens.
+    max_tokens = _max_tokens(fields, 0 if echo else 1)
     structure = read_structure(fields)
     if structure is not None and not limits.can_constrain:
         raise unsupported(structure.param)
     return ServeRequest(
         model=fields.string("model") or "",
         prompt=prompt,
-        sampling=_sampling(fields, limits, logprobs),
+        sampling=_sampling(fields, limits, logprobs, 1 if max_tokens == 0 else max_tokens or 0),
         n=n,
         stops=_stops(fields),
         include_stop=fields.boolean("include_stop_str_in_output"),
@@ -179,6 +179,8 @@ def _request(
         return_token_ids=fields.boolean("return_token_ids"),
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
         echo=echo,
+        prompt_only=max_tokens == 0,
+        prompt_logprobs=_prompt_logprobs(fields),
         priority=_priority(fields, limits),
         cache_salt=_cache_salt(fields),
         cache_receipt=fields.boolean("cache_receipt"),
@@ -187,11 +189,16 @@ def _request(
     )
 
 
-def _sampling(fields: Fields, limits: ProtocolLimits, logprobs: int | None) -> SamplingParams:
+def _max_tokens(fields: Fields, least: int) -> int | None:
+    newer = fields.integer("max_completion_tokens", least, _MAX_COUNT)
+    older = fields.integer("max_tokens", least, _MAX_COUNT)
+    return older if newer is None else newer
+
+
+def _sampling(
+    fields: Fields, limits: ProtocolLimits, logprobs: int | None, max_tokens: int
+) -> SamplingParams:
     defaults = limits.defaults
-    newer = fields.integer("max_completion_tokens", 1, _MAX_COUNT)
-    older = fields.integer("max_tokens", 1, _MAX_COUNT)
-    max_tokens = newer or older or 0
     min_tokens = fields.integer("min_tokens", 0, _MAX_COUNT) or 0
     if max_tokens and min_tokens > max_tokens:
         raise invalid_value("min_tokens", f"must not exceed max_tokens ({max_tokens})")
@@ -259,6 +266,13 @@ def _priority(fields: Fields, limits: ProtocolLimits) -> int:
     if priority and not limits.priorities:
         raise invalid_value("priority", "this server runs without --priorities on")
     return priority
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    wanted = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    if wanted is not None and fields.boolean("stream"):
+        raise invalid_value("prompt_logprobs", "is not available with stream; echo with logprobs is")
+    return wanted
 
 
 def _cache_salt(fields: Fields) -> str | None:

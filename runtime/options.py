@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from cache_tiers.policy import POLICIES
+from runtime.config_file import ConfigError, with_config
+from runtime.folders import compiled_folder
 from runtime.http_guard import is_loopback
+from runtime.logs import LogFormat
 from runtime.parsers.registry import AUTO, OFF, REASONING_PARSERS, TOOL_PARSERS
 from runtime.tier_options import TierOptions
 
@@ -74,6 +77,7 @@ class ServerOptions:
     max_body_bytes: int
     stall_limit_s: float
     metrics_compat_vllm: bool
+    log_format: LogFormat
     offline: bool
 
 
@@ -113,7 +117,10 @@ def parse_size(text: str) -> int:
 def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> ServerOptions:
     """Reads the flags. Ends the process with code 2 and one message for a flag that is wrong."""
     parser = _build_parser(version, cache_home)
-    args = parser.parse_known_flags(argv)
+    try:
+        args = parser.parse_known_flags(with_config(argv, parser))
+    except ConfigError as error:
+        parser.error(str(error))
     if not is_loopback(args.host) and not args.api_key and not args.insecure:
         parser.error(
             f"--host {args.host} can be reached from other machines:"
@@ -172,6 +179,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         max_body_bytes=args.max_body,
         stall_limit_s=args.stall_limit,
         metrics_compat_vllm=args.metrics_compat == "vllm",
+        log_format=cast(LogFormat, args.log_format),
         offline=args.offline,
     )
 
@@ -213,6 +221,7 @@ def _build_parser(version: str, cache_home: Path) -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"strata-serve {version}")
+    parser.add_argument("--config", metavar="FILE", help="TOML with the flags' names; flags given here win")
     _add_model_flags(parser)
     _add_engine_flags(parser, cache_home)
     _add_tier_flags(parser)
@@ -270,7 +279,7 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add(
         "--compile-cache",
         type=Path,
-        default=cache_home / "strata-serve" / "compiled",
+        default=compiled_folder(cache_home),
         metavar="DIR|off",
         help="where compiled programs are kept (default: %(default)s)",
     )
@@ -328,6 +337,7 @@ def _add_server_flags(parser: _Parser) -> None:
     add("--max-body", type=parse_size, default=64 * 2**20, metavar="SIZE", help="of a request (64MiB)")
     add("--stall-limit", type=_seconds, default=60.0, metavar="S", help="/health turns red after S s stuck")
     add("--metrics-compat", choices=("off", "vllm"), default="off", help="more names in /metrics")
+    add("--log-format", choices=("text", "json"), default="text", help="of a line; json is one object")
 
 
 def _count(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:

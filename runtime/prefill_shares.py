@@ -45,7 +45,10 @@ class PrefillShares:
 
 
 def next_tile_tokens(sequence: Sequence, config: SchedulerConfig) -> int:
-    """A whole grid step, or a page of what is left beyond the last one."""
+    """A whole grid step, or a page of what is left beyond the last one. A prompt that is scored has grid steps only:
+    its program is compiled for no other size, and it publishes nothing that would have to equal others' bits."""
+    if sequence.scores_prompt:
+        return config.grid_tokens
     start = sequence.computed_tokens
     on_grid = start % config.grid_tokens == 0
     if on_grid and start + config.grid_tokens <= sequence.prompt_tokens:

@@ -39,8 +39,9 @@ class PromptBuilder:
         self._wants_text_arguments = template is not None and wants_text(template)
         self._n_context_tokens = n_context_tokens
 
-    def build(self, prompt: ChatPrompt | TextPrompts) -> tuple[RenderedPrompt, ...]:
-        """One rendered prompt per prompt of the request. Raises ApiError 400."""
+    def build(self, prompt: ChatPrompt | TextPrompts, scope: str | None = None) -> tuple[RenderedPrompt, ...]:
+        """One rendered prompt per prompt of the request; conversations of one `scope` share what is remembered of their
+        tokens. Raises ApiError 400."""
         if isinstance(prompt, ChatPrompt):
             return (
                 self.render(
@@ -48,6 +49,7 @@ class PromptBuilder:
                     {**prompt.variables, **({"tools": prompt.tools} if prompt.tools else {})},
                     add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
+                    scope=scope,
                 ),
             )
         return tuple(self._plain(item, prompt.add_special_tokens) for item in prompt.prompts)
@@ -59,6 +61,7 @@ class PromptBuilder:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        scope: str | None = None,
     ) -> RenderedPrompt:
         """Token ids of a conversation, with the token counts at which its messages end."""
         if self._template is None:
@@ -82,7 +85,7 @@ class PromptBuilder:
         )
         if continue_final_message:
             rendered = _cut_after(rendered, guarded[-1]["content"])
-        token_ids, ends = self.tokenizer.encode_rendered(rendered, guard)
+        token_ids, ends = self.tokenizer.encode_rendered(rendered, guard, scope)
         if not token_ids:
             raise template_error("The chat template made an empty prompt of these messages.")
         return RenderedPrompt(

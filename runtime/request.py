@@ -84,6 +84,9 @@ class GenerationRequest:
     message_ends_tokens: tuple[int, ...] = ()
     """Where the prompt's messages end, ascending, the newest message's end last."""
     constraint: TokenConstraint | None = None
+    prompt_logprobs: int | None = None
+    """None: the prompt's tokens are not scored; 0: they are; k: and the k best at each position. Such a request
+    restores nothing and leaves no checkpoints."""
     wants_receipt: bool = False
     wants_logits_digest: bool = False
     """Needs an engine built with `return_logits`: a test switch, so that exactness can be checked from outside."""
@@ -96,6 +99,17 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Of a prompt's tokens from the second on (entry i is of token i + 1): natural-log probability, rank from 1 for the
+    best, and the best candidates, best first."""
+
+    logprob_n: np.ndarray
+    rank_n: np.ndarray
+    top_token_ids_nk: np.ndarray
+    top_logprobs_nk: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,8 @@ class TokenDelta:
     error: str | None = None
     usage: Usage | None = None
     times: RequestTimes | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, where the request asked."""
     logits_digest: str | None = None
     """Of the float32 logits that the (one) new token was chosen from."""
     receipt: Mapping[str, Any] | None = None

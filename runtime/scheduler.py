@@ -199,8 +199,10 @@ class Scheduler:
             if plan is not None and plan.loading:
                 self._planned[sequence] = plan  # its prefix is on its way to the device; those behind go on
                 continue
-            waits = plan is not None and is_on_its_way(
-                plan, self.admitted, self._planned.values(), self.config.grid_tokens
+            waits = (
+                plan is not None
+                and not sequence.scores_prompt
+                and is_on_its_way(plan, self.admitted, self._planned.values(), self.config.grid_tokens)
             )
             page_ids = None if waits else self._room_for(sequence, plan)
             if page_ids is not None and plan is not None and plan.sources:
@@ -240,6 +242,8 @@ class Scheduler:
             message_ends_tokens=request.message_ends_tokens,
             again=sequence.first_plan is not None,
             after=plan,
+            limit_tokens=0 if sequence.scores_prompt else None,
+            leaves_checkpoints=not sequence.scores_prompt,
         )
 
     def _room_for(self, sequence: Sequence, plan: Plan | None) -> list[int] | None:
@@ -326,6 +330,7 @@ class Scheduler:
         ]
         grid_tiles: list[Tile] = []
         page_tiles: list[Tile] = []
+        scored_tiles: list[Tile] = []
         left_tokens = budget_tokens
         for sequence, share_tokens in self._shares.divide(prompts, budget_tokens):
             taken_tokens = 0
@@ -342,7 +347,10 @@ class Scheduler:
                     break  # the row's room comes when stores have finished
                 finishes = end == sequence.prompt_tokens and not sequence.settles
                 tile = Tile(sequence, start, end - start, finishes, checkpoint)
-                (grid_tiles if tile_tokens == self.config.grid_tokens else page_tiles).append(tile)
+                if sequence.scores_prompt:
+                    scored_tiles.append(tile)
+                else:
+                    (grid_tiles if tile_tokens == self.config.grid_tokens else page_tiles).append(tile)
                 sequence.computed_tokens = end
                 sequence.last_step = step
                 taken_tokens += tile_tokens
@@ -352,6 +360,7 @@ class Scheduler:
         calls = (
             PrefillCall(self.config.grid_tokens, tuple(grid_tiles)),
             PrefillCall(self.config.page_tokens, tuple(page_tiles)),
+            PrefillCall(self.config.grid_tokens, tuple(scored_tiles), scores=True),
         )
         return tuple(call for call in calls if call.tiles)
 
@@ -361,6 +370,7 @@ class Scheduler:
         every grid position from the prompt's end on is wanted."""
         of_reply = (
             self._keeps_replies
+            and not sequence.scores_prompt
             and end_tokens >= sequence.prompt_tokens
             and end_tokens % self.config.grid_tokens == 0
         )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cache_tiers.planning import Plan
-from runtime.request import GenerationRequest, RequestTimes, Usage
+from runtime.request import GenerationRequest, PromptLogprobs, RequestTimes, Usage
 
 
 class Phase(enum.Enum):
@@ -67,6 +67,7 @@ class Sequence:
     first_plan: Plan | None = None  # the one that its receipt tells of
     awaited_ends_tokens: set[int] = field(default_factory=set)  # checkpoints that it will still publish
     mask: Future[np.ndarray | None] | None = None  # of its next output, where it has a constraint
+    prompt_logprobs: PromptLogprobs | None = None  # filled tile by tile, where its request asks for them
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -77,6 +78,10 @@ class Sequence:
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.prompt_logprobs is not None
 
     @property
     def rest_tokens(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.parsers.events import CallArguments, CallEnd, CallStart, Content, Reasoning
-from runtime.request import RequestTimes, SamplingParams, TokenLogprob, Usage
+from runtime.request import PromptLogprobs, RequestTimes, SamplingParams, TokenLogprob, Usage
 from runtime.structure import Structure
 from runtime.tools import ToolUse
 
@@ -43,9 +43,9 @@ class TextPrompts:
 class ServeRequest:
     """`sampling.max_tokens` is 0 where the client named no limit. `n` choices are made for each prompt;
     choice index = prompt index * n + i. `logprobs` counts the best candidates shown beside each token, None
-    for none. `call_id_prefix` begins the ids made for tool calls,
-    `reasoning_fields` are the names under which a chat answer has its reasoning, `repeated` is what the answer says
-    again of the request.
+    for none; `prompt_logprobs` does so beside each token of the prompt. With `prompt_only` the answer is the echoed
+    prompt alone. `call_id_prefix` begins the ids made for tool calls, `reasoning_fields` are the names under which a
+    chat answer has its reasoning, `repeated` is what the answer says again of the request.
     """
 
     model: str
@@ -60,6 +60,8 @@ class ServeRequest:
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     echo: bool = False
+    prompt_only: bool = False
+    prompt_logprobs: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     cache_receipt: bool = False
@@ -74,6 +76,13 @@ class ServeRequest:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, ChatPrompt)
+
+    @property
+    def scored_best(self) -> int | None:
+        """The number of candidates at each position of the prompt; None: its tokens are not scored."""
+        echoed = self.sampling.logprobs if self.echo else None
+        wanted = [k for k in (self.prompt_logprobs, echoed) if k is not None]
+        return max(wanted, default=None)
 
     @property
     def prompt_field(self) -> str:
@@ -112,7 +121,8 @@ class Answer:
 class ChoiceDelta:
     """What one choice gained: visible parts and the tokens behind them. The last one carries `finish_reason`,
     and `stop_reason` where a stop string or one of the request's stop ids ended it, and the cache receipt
-    where one was asked for. `usage` is the running count. `logits_digests` is one for each token, where asked.
+    where one was asked for; the first one carries what was asked of the prompt's tokens. `usage` is the running
+    count. `logits_digests` is one for each token, where asked.
     """
 
     index: int
@@ -126,6 +136,7 @@ class ChoiceDelta:
     times: RequestTimes | None = None
     logits_digests: tuple[str, ...] = ()
     receipt: Mapping[str, Any] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import signal
 import socket
@@ -29,12 +28,14 @@ from model.hub import HubError
 from runtime.constraints import ConstraintCompiler
 from runtime.generation import Backend, Generator
 from runtime.http_guard import Guard, guard_rules
-from runtime.http_server import HttpServer, ServerState
+from runtime.http_server import HttpServer
+from runtime.logs import set_up_logs
 from runtime.metrics import ServerMetrics
 from runtime.model_folder import find_model, read_model_folder
 from runtime.openai_protocol import ProtocolLimits
 from runtime.options import ServerOptions
 from runtime.prompts import PromptBuilder
+from runtime.server_state import ServerState
 from runtime.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class _Loaded:
 
 def run(options: ServerOptions, version: str) -> int:
     """Serves until a signal comes. Returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("strata").setLevel(logging.INFO)
+    set_up_logs(options.log_format)
     try:
         if options.plan_only:
             return _print_plan(options)

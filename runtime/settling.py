@@ -39,7 +39,9 @@ class Settling:
         if self._enabled and end_tokens > sequence.cached_tokens:
             request = sequence.request
             name = f"{request.request_id}-reply"
-            self._waiting.append(replace(request, request_id=name, prompt_token_ids=tokens[:end_tokens]))
+            self._waiting.append(
+                replace(request, request_id=name, prompt_token_ids=tokens[:end_tokens], prompt_logprobs=None)
+            )
 
     def begin(self, arrival_index: int) -> bool:
         """Takes the next reply; False where it is not worth it. Its tiles run one a step until somebody arrives."""

@@ -57,10 +57,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class PrefillCall:
-    """Tiles of `tile_tokens` each, computed in order by one compiled body."""
+    """Tiles of `tile_tokens` each, computed in order by one compiled body; with `scores` the one that also scores every
+    token of their prompts."""
 
     tile_tokens: int
     tiles: tuple[Tile, ...]
+    scores: bool = False
 
 
 @dataclass(frozen=True)

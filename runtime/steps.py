@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model import forward
 from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
+from model.prompt_scores import PromptScores, ScoredTileBatch
 from model.rows import gather_pages, restore_row, save_row, scatter_pages
 from model.state import DeviceState, abstract_state
 from model.static import Static
@@ -32,6 +33,7 @@ from runtime.batch_building import (
     build_decode,
     build_output_count,
     build_prompt_seen,
+    build_scored_tiles,
     build_tiles,
     sampling_key,
 )
@@ -41,6 +43,7 @@ from runtime.step_plan import DecodeCall, PrefillCall
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, of how much)."""
 
+SCORED_PREFILL = "prefill_scored"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -84,6 +87,12 @@ class StepShapes:
     @property
     def tile_sizes_tokens(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys((self.grid_tokens, self.page_tokens)))
+
+    @property
+    def scored_table_pages(self) -> int:
+        """A page table's length that covers whole grid steps."""
+        grid_pages = self.grid_tokens // self.page_tokens
+        return -(-self.table_pages // grid_pages) * grid_pages
 
     def tiles_most(self, tile_tokens: int) -> int:
         return self.prefill_budget_tokens // tile_tokens
@@ -161,6 +170,14 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
             static.layout.row_pages,
         )
         programs[prefill_name(tile_tokens)] = over_state(forward.prefill, like(empty))
+    empty_scored = build_scored_tiles(
+        PrefillCall(shapes.grid_tokens, (), scores=True),
+        shapes.tiles_most(shapes.grid_tokens),
+        shapes.scored_table_pages,
+        0,
+        static.layout.row_pages,
+    )
+    programs[SCORED_PREFILL] = over_state(forward.prefill_scored, like(empty_scored))
     for n_rows in shapes.decode_buckets_rows:
         empty_rows = build_decode(DecodeCall(n_rows, ()), shapes.table_pages, 0)
         programs[decode_name(n_rows)] = over_state(forward.decode, like(empty_rows))
@@ -328,6 +345,17 @@ class DeviceSteps:
         tiles = build_tiles(call, n_most, self.shapes.table_pages, self._scratch_slot, row_pages)
         return self._forward(prefill_name(call.tile_tokens), tiles)
 
+    def prefill_scored(self, call: PrefillCall) -> tuple[StepOutput, PromptScores]:
+        """As `prefill`, with the scores of the tiles' tokens."""
+        tiles = build_scored_tiles(
+            call,
+            self.shapes.tiles_most(call.tile_tokens),
+            self.shapes.scored_table_pages,
+            self._scratch_slot,
+            self.static.layout.row_pages,
+        )
+        return self._forward(SCORED_PREFILL, tiles)
+
     def decode(self, call: DecodeCall) -> StepOutput:
         """Dispatches a decode call; row i of the result is entry i."""
         key = sampling_key(call)
@@ -339,7 +367,7 @@ class DeviceSteps:
             self._sampling[call.bucket_rows] = (key, self.put(batch.sampling))
         return self._forward(decode_name(call.bucket_rows), batch)
 
-    def _forward(self, name: str, batch: TileBatch | DecodeBatch) -> StepOutput:
+    def _forward(self, name: str, batch: TileBatch | ScoredTileBatch | DecodeBatch) -> Any:
         self.state, output = self._programs[name](self.params, self.state, batch)
         return output
 

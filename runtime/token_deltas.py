@@ -33,6 +33,7 @@ def token_delta(sequence: Sequence, output: HostOutput, row: int, now_s: float) 
         stop_token_id=token_id if reason == "stop" else None,
         usage=sequence.usage() if tells_more else None,
         times=sequence.times(now_s) if reason else None,
+        prompt_logprobs=sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else None,
         logits_digest=_logits_digest(sequence, output, row),
         # What the receipt tells is complete with the first token, and a stop string may end the answer unannounced.
         receipt=sequence.receipt() if tells_more else None,

@@ -22,16 +22,27 @@ class TokenMasks:
         self._n_asked = 0
         self._n_answered = 0  # the worker's
         self._n_seen = 0
+        self._followed: set[Sequence] = set()
 
     def ask(self, sequence: Sequence) -> None:
         """Begins the mask for the sequence's next output; nothing where it has no constraint."""
         constraint = sequence.request.constraint
         if constraint is None:
             return
+        self._followed.add(sequence)
         # The outputs grow again only when this mask has been used.
         sequence.mask = self._worker.submit(constraint.allowed, sequence.output_token_ids)
         sequence.mask.add_done_callback(self._answered)
         self._n_asked += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._followed.discard(sequence)
+
+    @property
+    def followed(self) -> bool:
+        """Whether there are constrained sequences."""
+        return bool(self._followed)
 
     @property
     def busy(self) -> bool:

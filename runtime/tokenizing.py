@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from runtime.api_errors import context_too_long
 from runtime.chat_template import RenderedText
 from runtime.detokenizer import TokenBytes
+from runtime.token_memory import TokenMemory
 
 # A text with more characters per context token than this is probably too long.
 _USUAL_CHARS_PER_TOKEN = 16
@@ -33,6 +34,7 @@ class PromptTokenizer:
         self._tokenizer.no_padding()
         description = json.loads(tokenizer_json)
         self.token_bytes = TokenBytes(description)
+        self.memory = TokenMemory(self._tokenizer, description.get("added_tokens") or [])
         self.control_texts = tuple(
             added["content"]
             for added in description.get("added_tokens") or ()
@@ -57,10 +59,10 @@ class PromptTokenizer:
                 raise context_too_long(n_tokens, 1, n_context_tokens, param)
 
     def encode_rendered(
-        self, rendered: RenderedText, guard: ControlGuard
+        self, rendered: RenderedText, guard: ControlGuard, scope: str | None = None
     ) -> tuple[tuple[int, ...], list[int]]:
         """Token ids of a rendered template and, for each message end, the count of tokens before it.
-        `guard` is the one whose marks the text carries.
+        `guard` is the one whose marks the text carries; what was tokenised before in the same `scope` is remembered.
         """
         ids: list[int] = []
         end_tokens: list[int] = []
@@ -68,13 +70,19 @@ class PromptTokenizer:
         end = next(ends)
         start = 0
         for piece in rendered.text.split(guard.mark):
-            encoding = self._tokenizer.encode(piece, add_special_tokens=False)
-            while end <= start + len(piece):
-                inside = encoding.char_to_token(end - start) if end < start + len(piece) else None
-                end_tokens.append(len(ids) + (len(encoding.ids) if inside is None else inside))
+            for part in self.memory.parts(piece, scope):
+                part_end = start + len(part.text)
+                while end <= part_end:
+                    inside = end < part_end
+                    before = part.token_at(end - start, self._tokenizer) if inside else len(part.ids)
+                    end_tokens.append(len(ids) + before)
+                    end = next(ends)
+                ids.extend(part.ids)
+                start = part_end
+            while end <= start:  # where a piece is empty
+                end_tokens.append(len(ids))
                 end = next(ends)
-            ids.extend(encoding.ids)
-            start += len(piece) + len(guard.mark)
+            start += len(guard.mark)
         return tuple(ids), end_tokens
 
 

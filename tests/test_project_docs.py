@@ -147,3 +147,11 @@ def test_the_programs_of_the_table_start_anywhere(tmp_path: Path) -> None:
         start = [sys.executable, "-P", "-m", module, "--help"]
         done = subprocess.run(start, cwd=tmp_path, capture_output=True, check=False, text=True, timeout=60)
         assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
+def test_the_index_names_every_page() -> None:
+    index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w[\w-]*\.md)\)", index))
+    for target in re.findall(r"\]\(([^)#]+)\)", index):
+        assert (REPOSITORY / "docs" / target).exists(), target

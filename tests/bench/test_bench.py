@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import decode, measuring, prefill, schedule, startup
+from bench import decode, http, measuring, prefill, prompts, schedule, startup
 from bench.__main__ import SUBCOMMANDS
 from bench.counting import decode_work, prefill_work
 from bench.measuring import Round
+from bench.reporting import BUNDLED_MODEL
 from bench.startup import Line, phases
 from model.cache_layout import cache_layout
 from model.config import load_config
@@ -50,6 +51,12 @@ def test_prefill_reports_its_shares(capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = report["results"]
     assert result["tokens_per_s"] > 0
     assert set(report["temporary_bytes"]) == {"prefill_128", "prefill_64"}
+
+
+def test_prompts_reports_what_a_turn_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _report(capsys, prompts, ["--tokens", "600", "--messages", "12", "--turns", "3", "--json"])
+    assert (report["messages"], report["turns"]) == (12, 3) and report["prompt_tokens"] > 600
+    assert 0 < report["grown_s"]["min"] <= report["grown_s"]["max"] and report["new_s"]["min"] > 0
 
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,3 +171,23 @@ def test_counted_work_of_a_mixture_grows_with_the_tokens() -> None:
     prompt = prefill_work(static, specs, 512, tile_tokens=256)
     assert prompt.weights_bytes == 2 * many
     assert prompt.recurrence_flops > 0
+
+
+def test_http_times_every_token_of_every_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--model",
+        str(BUNDLED_MODEL),
+        "--streams",
+        "1",
+        "3",
+        "--tokens",
+        "20",
+        "--step-ms",
+        "2",
+        "--json",
+    ]
+    assert http.main(flags) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["streams"] for result in results] == [1, 3]
+    for result in results:
+        assert 0 < result["median_ms"] <= result["p90_ms"] <= result["p99_ms"]

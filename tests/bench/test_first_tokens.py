@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import beside, isolation, messages, restore
+from bench import beside, constrained, isolation, messages, restore
 from tests.shared import shared_path
 
 SMALL = (
@@ -82,6 +82,18 @@ def test_beside_tells_the_prompts_that_overlap_from_the_others(capsys: pytest.Ca
     assert [turn["prompt_tokens"] for turn in report["turns"]] == [1024, 1088]
     assert report["turns"][1]["cached_tokens"] == 960
     assert report["apart_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_constrained_pairs_windows_with_and_without_a_form(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = dict(list(constrained.structures().items())[1:3])
+    monkeypatch.setattr(constrained, "structures", lambda: some)
+    report = _report(capsys, constrained, "--streams", "2", "--window-s", "0.2", "--context-tokens", "4096")
+    assert [result["structure"] for result in report["results"]] == list(some)
+    for result in report["results"]:
+        assert result["free_share"]["min"] > 0 and result["own_share"]["min"] > 0 and result["compile_s"] > 0
 
 
 @pytest.mark.parametrize("n_messages", [1, 4, 33])

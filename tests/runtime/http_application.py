@@ -14,10 +14,11 @@ from runtime.constraints import ConstraintCompiler
 from runtime.engine import Engine
 from runtime.generation import Backend, Generator, TokenEngine
 from runtime.http_guard import Guard, guard_rules
-from runtime.http_server import HttpServer, ServerState
+from runtime.http_server import HttpServer
 from runtime.metrics import ServerMetrics
 from runtime.openai_protocol import ProtocolLimits
 from runtime.prompts import PromptBuilder
+from runtime.server_state import ServerState
 from runtime.tokenizing import load_tokenizer
 from runtime.worker_pool import WorkerPool
 from tests.runtime.http_client import Client

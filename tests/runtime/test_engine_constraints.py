@@ -1,16 +1,18 @@
 """Does the engine choose only what a constraint allows, beside others whose tokens stay the same?"""
 
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from runtime import engine as engine_module
 from runtime.constraints import ConstraintCompiler
 from runtime.request import GenerationRequest, SamplingParams
 from runtime.structure import Structure
 from runtime.tokenizing import PromptTokenizer, load_tokenizer
-from tests.runtime.engine_harness import GREEDY, Collector, Harness
+from tests.runtime.engine_harness import GREEDY, Collector, Harness, wait_idle
 from tests.shared import shared_path
 
 EOS_ID = 511
@@ -110,3 +112,45 @@ def test_a_request_can_be_cancelled_while_its_mask_is_computed(
         hybrid.engine.cancel(f"x{i}")
     last = submit(hybrid.engine, "last", hybrid.prompt(1), replace(GREEDY, max_tokens=3))
     assert last.done.wait(120) and hybrid.engine.stats().healthy
+
+
+def test_where_steps_are_long_a_constrained_stream_is_in_every_one(
+    hybrid: Harness, compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "MASKED_STEP_S", 0.0)
+    monkeypatch.setattr(engine_module, "MASK_WAIT_SHARE", 1e6)  # the mask is always there in time
+    engine = hybrid.again()
+    letters = Structure("regex", "[a-z]{40,80}", "p")
+    held = submit(engine, "held", hybrid.prompt(1), replace(SAMPLED, max_tokens=30), compiler, letters)
+    beside = submit(engine, "beside", hybrid.prompt(3), GREEDY)
+    assert held.done.wait(120) and beside.done.wait(120)
+    wait_idle(engine)
+    # One step a token, and a few for the two prompts: half as many again would mean that it misses steps.
+    assert engine.stats().steps_total < 40
+    assert len(held.tokens) == 30 and not engine._masks.followed
+    alone = submit(hybrid.engine, "alone-2", hybrid.prompt(3), GREEDY)
+    assert alone.done.wait(120) and alone.tokens == beside.tokens
+    engine.stop()
+
+
+def test_a_mask_that_does_not_come_holds_up_nobody_else(
+    hybrid: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "MASKED_STEP_S", 0.0)
+    engine = hybrid.again()
+    released = threading.Event()
+
+    class Slow:
+        def allowed(self, output_token_ids: Any) -> None:
+            if output_token_ids:
+                released.wait(60)
+
+    slow = Collector()
+    engine.submit(GenerationRequest("slow", hybrid.prompt(1), GREEDY, constraint=Slow()), slow)
+    beside = submit(engine, "beside", hybrid.prompt(3), GREEDY)
+    assert beside.done.wait(60) and len(beside.tokens) == GREEDY.max_tokens
+    assert len(slow.tokens) < 3
+    released.set()
+    assert slow.done.wait(60) and len(slow.tokens) == GREEDY.max_tokens
+    wait_idle(engine)
+    engine.stop()

@@ -8,7 +8,11 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
+from runtime import http_server
 from tests.runtime.http_client import Client
+from tests.runtime.scripted_engine import scripted_server
 from tests.shared_server import MODEL_LEN_TOKENS
 
 CHAT = "/v1/chat/completions"
@@ -139,3 +143,19 @@ def test_health_answers_while_a_long_prompt_is_prepared(server: Client) -> None:
     while thread.is_alive():
         assert server.request("GET", "/health")[0] == 200
     thread.join()
+
+
+def test_a_client_that_stops_reading_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "CLIENT_STALL_LIMIT_S", 0.4)
+    with scripted_server(max_model_tokens=10**8, max_body_bytes=10**7) as (server, engine):
+        engine.script = ["hello"]
+        # Bytes that JSON writes as six each, more than the sockets' buffers hold.
+        body = {"prompt": [1] * 100_000, "echo": True, "n": 16, "stream": True, "max_tokens": 5}
+        with send(server, COMPLETIONS, body):
+            deadline_s = time.monotonic() + 60
+            while "stopped reading" not in caplog.text and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+        assert caplog.text.count("the client stopped reading") == 1
+        assert server.post(COMPLETIONS, {"prompt": "x"})[0] == 200
