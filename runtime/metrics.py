@@ -6,6 +6,7 @@ here, on the event loop. One registry per server, no global one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -138,6 +139,7 @@ class _EngineCollector:
         self._cache = cache
         self._tells_foreign = tells_foreign
         self._vllm = vllm
+        self._started_s = time.time()
 
     def collect(self) -> Iterable[Metric]:
         info = GaugeMetricFamily(
@@ -145,6 +147,9 @@ class _EngineCollector:
         )
         info.add_metric([self._model_name, self._version], 1)
         yield info
+        yield GaugeMetricFamily(
+            "process_start_time_seconds", "When the server started, in Unix time.", value=self._started_s
+        )
         stats, cache = self._snapshot(), self._cache()
         if stats is None or cache is None:
             return

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from qualify import replay, server_metrics
+from qualify.command import run_probe
 from tests.server_process import running_server
 from tests.shared import shared_path
 
@@ -32,7 +33,8 @@ def url() -> Iterator[str]:
 def test_with_room_for_all_everything_is_restored(url: str, tmp_path: Path, in_flight: str) -> None:
     out = tmp_path / "report.json"
     arguments = ["--url", url, "--prompts", str(PROMPTS), "--tokens", "700", "--json", str(out)]
-    assert replay.main([*arguments, "--in-flight", in_flight]) == 0, out.read_text()
+    arguments += ["--evidence", str(tmp_path / "evidence"), "--in-flight", in_flight]
+    assert run_probe(replay.PROBE, arguments) == 0, out.read_text()
     report = json.loads(out.read_text())
     (n_tokens,) = report["prompt_tokens"]
     assert 600 < n_tokens < 800 and report["most_reusable_tokens"] == (n_tokens - 1) // 64 * 64
