@@ -7,8 +7,10 @@ by threads.
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -65,6 +67,7 @@ class Client:
             self._metrics_headers["Authorization"] = f"Bearer {metrics_key}"
         self._each_counters = each_counters
         self._timeout_s = timeout_s
+        self._reading = threading.Lock()
         card = self._card(model)
         self.model: str = card["id"]
         self.context_tokens = _context_tokens(card)
@@ -145,6 +148,12 @@ class Client:
             connection.close()
         self._respond(request_id, None, None, None, time.perf_counter() - began_s, error)
 
+    def with_key(self, api_key: str) -> Client:
+        """The same server and recorder, asked by somebody else."""
+        other = copy.copy(self)
+        other._headers = {**self._headers, "Authorization": f"Bearer {api_key}"}
+        return other
+
     def metrics(self) -> Mapping[str, float] | None:
         """Every sample of /metrics by its name and labels as written; None where there is no such page for us."""
         request = urllib.request.Request(self.url + "/metrics", headers=self._metrics_headers)
@@ -158,8 +167,9 @@ class Client:
 
     def mark(self, name: str) -> Mapping[str, float] | None:
         """Notes the counters under this name."""
-        samples = self.metrics()
-        self.recorder.counters(name, samples)
+        with self._reading:  # whoever reads later must write later too
+            samples = self.metrics()
+            self.recorder.counters(name, samples)
         return samples
 
     def identity(self) -> dict[str, Any]:

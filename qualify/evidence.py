@@ -37,7 +37,7 @@ def line_of(event: Mapping[str, Any]) -> bytes:
 
 
 def summary_bytes(summary: Mapping[str, Any]) -> bytes:
-    return json.dumps(summary, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    return json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"
 
 
 class Ledger:

@@ -7,6 +7,7 @@ script says so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from aiohttp import web
 
 Reply = tuple[int, Any]  # a status with a JSON value, or with the pieces of a stream
+OPENAI_FIELDS = {"model", "messages", "max_tokens", "temperature", "stream", "stream_options"}
 Script = Callable[[dict[str, Any]], Reply]
 
 
@@ -38,10 +40,11 @@ def scripted_server(
                 return web.json_response(value, status=status)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            for piece in value:
-                await response.write(f"data: {json.dumps(piece)}\n\n".encode())
-                await asyncio.sleep(0.001)
-            await response.write(b"data: [DONE]\n\n")
+            with contextlib.suppress(ConnectionResetError):  # the client has gone: it may
+                for piece in value:
+                    await response.write(f"data: {json.dumps(piece)}\n\n".encode())
+                    await asyncio.sleep(0.001)
+                await response.write(b"data: [DONE]\n\n")
             return response
 
         return answer
@@ -103,16 +106,20 @@ def chat_reply(
 
 class CachingScript:
     """A chat server that remembers prompts word by word. `keeps` of a conversation's words at most are remembered of
-    those that came last; it answers with the code word of the first message where it is asked for one."""
+    those that came last; it answers with the code word of the first message where it is asked for one. A `strict` one
+    refuses fields that OpenAI does not have."""
 
-    def __init__(self, *, tells: bool = True, keeps: int = 10**9):
+    def __init__(self, *, tells: bool = True, keeps: int = 10**9, strict: bool = False):
         self._tells = tells
+        self._strict = strict
         self._keeps = keeps
         self._seen: list[list[str]] = []
         self._lock = threading.Lock()
         self.bodies: list[dict[str, Any]] = []
 
     def __call__(self, body: dict[str, Any]) -> Reply:
+        if self._strict and set(body) - OPENAI_FIELDS:
+            return 422, {"detail": "extra fields not permitted"}
         messages = body["messages"]
         words = [word for m in messages for word in (m["role"], *str(m["content"]).split())]
         with self._lock:
@@ -123,8 +130,8 @@ class CachingScript:
                 self._seen.pop(0)
         text = "some words of an answer"
         first = str(messages[0]["content"]).split()
-        if "code" in str(messages[-1]["content"]) and "CODE" in first:
-            text = first[first.index("CODE") + 1]
+        if "code word" in str(messages[-1]["content"]) and first[:3] == ["The", "code", "word"]:
+            text = first[4].rstrip(".")
         return chat_reply(body, text, len(words), min(cached, len(words) - 1) if self._tells else None)
 
 
