@@ -10,6 +10,8 @@ from qualify.command import run_probe
 
 COMMANDS = {
     "verify": "compute a run's summary again from its evidence, or refuse it",
+    "gate": "a change against what runs now, by a plan: accepted or not",
+    "publish": "a copy of evidence without names and places",
 }
 
 

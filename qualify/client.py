@@ -183,14 +183,6 @@ class Client:
             "started_s": samples.get("process_start_time_seconds"),
         }
 
-    def ready(self) -> int | None:
-        """What /ready says, or /health where there is no such page; None where nobody answers."""
-        try:
-            status, _ = self._get("/ready")
-            return self._get("/health")[0] if status == 404 else status
-        except ServerError:
-            return None
-
     # ---- inside
 
     def _exchange(
@@ -294,6 +286,23 @@ class Client:
                 return error.code, _json(error.read())
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"GET {self.url}{path}: {error}") from error
+
+
+def ready_status(url: str) -> int | None:
+    """What /ready says, or /health where there is no such page; None where nobody answers."""
+    status = None
+    for page in ("/ready", "/health"):
+        try:
+            with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + page, timeout=10) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            error.close()
+            status = error.code
+        except (OSError, http.client.HTTPException):
+            return None
+        if status != 404:
+            break
+    return status
 
 
 _HELLO = {"role": "user", "content": "a"}
