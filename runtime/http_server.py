@@ -26,6 +26,7 @@ from runtime.api_errors import ApiError, internal_error, invalid_json, unavailab
 from runtime.generation import Backend, Generation
 from runtime.http_admin import AdminRoutes
 from runtime.http_guard import API_KEY, REQUEST_ID, Access, Guard, Handler
+from runtime.http_page import PageRoutes
 from runtime.json_body import decode_object
 from runtime.metrics import CONTENT_TYPE, ServerMetrics
 from runtime.openai_output import ChatEncoder, CompletionEncoder
@@ -97,6 +98,7 @@ class HttpServer:
         stall_limit_s: float,
         isolate_keys: bool = False,
         enable_faults: bool = False,
+        show_page: bool = True,
         ping_interval_s: float = PING_INTERVAL_S,
     ):
         self._state = state
@@ -107,6 +109,7 @@ class HttpServer:
         self._stall_limit_s = stall_limit_s
         self._isolate_keys = isolate_keys
         self._enable_faults = enable_faults
+        self._show_page = show_page
         self._ping_interval_s = ping_interval_s
         self._logged_fields: set[str] = set()
 
@@ -127,6 +130,8 @@ class HttpServer:
             ("GET", "/ready", self.ready, Access.OPEN),
             ("GET", "/ping", self.health, Access.OPEN),
         )
+        if self._show_page:
+            routes += PageRoutes(self._ready_backend, isolate_keys=self._isolate_keys).routes()
         if self._guard.serves_admin:
             routes += AdminRoutes(
                 self._ready_backend, isolate_keys=self._isolate_keys, enable_faults=self._enable_faults

@@ -51,6 +51,9 @@ class ServerMetrics:
         self._refused = Counter(
             "strata_requests_refused", "Requests turned away, by cause.", ["cause"], registry=registry
         )
+        for reason in ("stop", "tool_calls", "length", "error"):
+            self._finished.labels(reason)
+        self._refused.labels("queue_full")
         self._first_token_s = Histogram(
             "strata_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
