@@ -18,7 +18,7 @@ AOT_STAMP := .venv-aot/.installed
 AOT_TARGETS := h100 b200 rtx-pro-6000 gb10 v5e v6e tpu7x
 AOT_MODEL_TARGETS := h100 v5e
 
-.PHONY: venv aot aot-reports serve chat test test-all qualify-long lint format imports types clean
+.PHONY: venv aot aot-reports serve chat test test-all browser qualify-long lint format imports types clean
 
 venv: $(STAMP)
 
@@ -68,6 +68,10 @@ test-all: lint imports types
 
 qualify-long: venv
 	$(PY) -m pytest -m long $(ARGS)
+
+# Chromium for the tests of the live page, where there is none; they skip without it.
+browser: venv
+	$(PY) -m playwright install --only-shell chromium
 
 lint: venv
 	$(PY) -m ruff format --check .

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from cache_tiers.arena import PageArena
 from cache_tiers.config import CacheConfig
 from cache_tiers.index import TIERS, Index, Node
+
+MOST_NODES = 4000  # that one look at the whole tree walks: it runs between two steps
 
 
 def summary(config: CacheConfig, arena: PageArena, index: Index, now_s: float) -> dict[str, Any]:
@@ -57,3 +60,52 @@ def describe(node: Node, now_s: float) -> dict[str, Any]:
         "origin": "decoded" if node.decoded else "prefilled",
         "row": row,
     }
+
+
+def branches(index: Index, now_s: float, most_nodes: int = MOST_NODES) -> tuple[list[dict[str, Any]], bool]:
+    """The tree of all prefixes, runs of nodes that do not branch as one entry each, parents before children; and
+    whether that is all of it.
+    """
+    found: list[dict[str, Any]] = []
+    waiting = [(child, None) for root in index.roots.values() for child in root.children.values()]
+    n_nodes = 0
+    while waiting and n_nodes < most_nodes:
+        node, parent = waiting.pop()
+        run = [node]
+        while len(run[-1].children) == 1 and n_nodes + len(run) < most_nodes:
+            run.extend(run[-1].children.values())
+        n_nodes += len(run)
+        found.append(_branch(run, len(found), parent, index.grid_tokens, now_s))
+        waiting.extend((child, found[-1]["id"]) for child in run[-1].children.values())
+    return found, not waiting
+
+
+def _branch(
+    run: list[Node], number: int, parent: int | None, grid_tokens: int, now_s: float
+) -> dict[str, Any]:
+    checkpoints = [node for node in run if node.checkpoint is not None]
+    uses_s = [node.checkpoint.last_use_s for node in run if node.checkpoint is not None]
+    return {
+        "id": number,
+        "parent": parent,
+        "start_tokens": run[0].end_tokens - grid_tokens,
+        "end_tokens": run[-1].end_tokens,
+        "tokens_in": {
+            name: sum(node.pages[tier] is not None for node in run) * grid_tokens
+            for tier, name in enumerate(TIERS)
+        },
+        "rows": [
+            {
+                "end_tokens": node.end_tokens,
+                "in": [name for tier, name in enumerate(TIERS) if node.row_in(tier) is not None],
+            }
+            for node in checkpoints
+        ],
+        "last_use_ago_s": now_s - max(uses_s) if uses_s else None,
+    }
+
+
+def recent_evictions(index: Index, now_s: float, count: int) -> list[dict[str, Any]]:
+    """What is gone, the latest first."""
+    latest = islice(reversed(index.ghosts.values()), count)
+    return [{"ago_s": now_s - ghost.at_s, "tier": ghost.tier, "cause": ghost.cause} for ghost in latest]

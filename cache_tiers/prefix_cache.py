@@ -379,6 +379,12 @@ class PrefixCache:
         """Counts for GET /admin/cache."""
         return inspection.summary(self.config, self.arena, self.index, self._clock())
 
+    def overview(self, n_evictions: int = 20) -> dict[str, Any]:
+        """The whole tree and the latest evictions, for the live page."""
+        tree, whole = inspection.branches(self.index, self._clock())
+        evictions = inspection.recent_evictions(self.index, self._clock(), n_evictions)
+        return {"tree": tree, "tree_is_whole": whole, "evictions": evictions}
+
     def tier_bytes(self) -> Iterator[tuple[str, str, int]]:
         """(tier, configured | reserved | resident, bytes over all ranks). The device's reserved bytes are held or
         fenced, its resident ones held."""

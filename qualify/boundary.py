@@ -18,7 +18,6 @@ import argparse
 import itertools
 import math
 import random
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qualify.client import Answer, Client, ServerError
-from qualify.command import probe_parser, run_probe
+from qualify.client import OPTIONAL_FIELDS, Client, ServerError
+from qualify.evidence import EvidenceError
+from qualify.exchange import Exchange
+from qualify.probe import Probe, Report, Session
+from qualify.reading import Evidence
 
 EXTENSION_TOKENS = 40
 FORK_BACK_TOKENS = 30  # the forked prompt leaves the first one so far before its end,
@@ -43,6 +45,7 @@ INFERENCE_TOKENS = (
     2309,
 )  # odd, so that their credits share no factor by chance
 NOISE_TOKENS = 64
+CASES = ("cold", "repeated", "extended", "forked")
 TOKEN_IDS = (3, 256)  # in every vocabulary, behind most control tokens; what they mean does not matter
 
 
@@ -70,7 +73,7 @@ class Judge:
     grid_tokens: int
     strict: bool
 
-    def row(self, length_tokens: int, case: str, prompt: Sequence[int], got: Answer, cold: Answer) -> Row:
+    def row(self, length_tokens: int, case: str, prompt: Sequence[int], got: Exchange, cold: Exchange) -> Row:
         problems = [*self._credit_problems(len(prompt), got), *self._credit_problems(len(prompt), cold)]
         token = _first_difference(got.token_ids, cold.token_ids)
         if token is None and (got.token_ids is None or cold.token_ids is None) and got.text != cold.text:
@@ -105,7 +108,7 @@ class Judge:
             problems=tuple(problems),
         )
 
-    def _credit_problems(self, prompt_tokens: int, answer: Answer) -> Iterator[str]:
+    def _credit_problems(self, prompt_tokens: int, answer: Exchange) -> Iterator[str]:
         if answer.prompt_tokens not in (None, prompt_tokens):
             yield f"{prompt_tokens} tokens were sent, {answer.prompt_tokens} counted"
         credited = answer.cached_tokens
@@ -120,56 +123,58 @@ class Judge:
                 yield f"the receipt's {name} is {said}, but cached_tokens {credited}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """`python -m qualify boundary`"""
-    return run_probe("boundary", _parser().parse_args(argv), probe, table)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = probe_parser("boundary", __doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--grid-tokens", type=_positive, metavar="G", help="default: inferred from what is reused")
     add("--context-tokens", type=_positive, metavar="N", help="where /v1/models does not tell it")
     add("--others", type=int, default=0, metavar="K", help="requests that run meanwhile")
     add("--fixed-bucket", action="store_true", help="the server's decode steps have one shape")
     add("--quick", action="store_true", help="16 tokens an answer instead of 64")
-    return parser
 
 
-def probe(client: Client, args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run; the keys of the report are what `--json` writes. Raises ServerError."""
-    seed = secrets.randbits(32) if args.seed is None else args.seed
-    rng = random.Random(seed)
+def run(session: Session) -> None:
+    """All requests, one after another but for the others. Raises ServerError."""
+    client, args = session.client, session.args
+    rng = random.Random(session.seed)
     context_tokens = args.context_tokens or client.context_tokens
     if context_tokens is None:
         raise ServerError("/v1/models tells no context length; give --context-tokens")
-    answer_tokens = 16 if args.quick else 64
-    grid_tokens = args.grid_tokens or infer_grid(client, rng, context_tokens)
+    grid_tokens = args.grid_tokens or infer_grid(_ask_for_grid(client, rng, context_tokens))
+    if grid_tokens == 0:
+        raise ServerError("the server reused nothing of repeated prompts; give --grid-tokens")
     step_tokens = grid_tokens if args.grid_tokens else _multiple(grid_tokens, LEAST_STEP_TOKENS)
-    judge = Judge(grid_tokens, strict=args.others == 0 or args.fixed_bucket)
+    answer_tokens = 16 if args.quick else 64
     room_tokens = context_tokens - answer_tokens - EXTENSION_TOKENS
     lengths, skipped = [], []
     for n_tokens in boundary_lengths(step_tokens):
         (lengths if n_tokens <= room_tokens else skipped).append(n_tokens)
-    rows: list[Row] = []
-    with _others(client, args.others, seed):
-        for n_tokens in lengths:
-            rows += _rows(client, judge, rng, n_tokens, answer_tokens)
-    counts = Counter(row.outcome for row in rows)
-    return {
-        "probe": "boundary",
-        "url": client.url,
-        "model": client.model,
-        "seed": seed,
+    plan = {
         "grid_tokens": grid_tokens,
         "grid_inferred": not args.grid_tokens,
         "step_tokens": step_tokens,
         "context_tokens": context_tokens,
         "answer_tokens": answer_tokens,
         "others": args.others,
-        "strict": judge.strict,
-        "optional_fields": sorted(client.optional_fields),
+        "strict": args.others == 0 or args.fixed_bucket,
+        "lengths_tokens": lengths,
         "skipped_lengths_tokens": skipped,
+    }
+    session.note("plan", plan)
+    with _others(client, args.others, session.seed):
+        for n_tokens in lengths:
+            _ask_length(client, rng, n_tokens, answer_tokens)
+
+
+def summarise(evidence: Evidence) -> Report:
+    """Every comparison, from the events. Raises EvidenceError where one is missing."""
+    plan = evidence.note("plan")
+    if plan["grid_inferred"] and infer_grid(evidence.tagged(phase="grid")) != plan["grid_tokens"]:
+        raise EvidenceError("population", "the grid is not what the first requests say")
+    judge = Judge(plan["grid_tokens"], strict=plan["strict"])
+    rows = [row for n_tokens in plan["lengths_tokens"] for row in _rows(evidence, judge, n_tokens)]
+    counts = Counter(row.outcome for row in rows)
+    return {
+        **{key: value for key, value in plan.items() if key != "lengths_tokens"},
         "verdict": verdict(rows),
         "counts": {
             "rows": len(rows),
@@ -178,7 +183,15 @@ def probe(client: Client, args: argparse.Namespace) -> dict[str, Any]:
             "digests_compared": sum(row.digests_compared for row in rows),
         },
         "rows": [asdict(row) for row in rows],
+        "not_measured": list(_not_measured(plan, rows)),
     }
+
+
+def _not_measured(plan: Report, rows: Sequence[Row]) -> Iterator[str]:
+    if plan["skipped_lengths_tokens"]:
+        yield f"prompts of {plan['skipped_lengths_tokens']} tokens: longer than the context"
+    if not any(row.digests_compared for row in rows):
+        yield "logits: the server gives no digests of them, so equal tokens are all that was compared"
 
 
 def boundary_lengths(step_tokens: int) -> tuple[int, ...]:
@@ -196,53 +209,66 @@ def verdict(rows: Sequence[Row]) -> str:
     return "passed" if proven else "unproven"
 
 
-def infer_grid(client: Client, rng: random.Random, context_tokens: int) -> int:
-    """The greatest step of which everything that the server reuses is a multiple.
+def infer_grid(exchanges: Sequence[Exchange]) -> int:
+    """The greatest step of which everything that the server reuses is a multiple; 0 where nothing is reused.
 
-    From repeated prompts of odd lengths, and from the positions that receipts name. Raises ServerError where
-    nothing is reused or the server does not tell.
+    From repeated prompts of odd lengths, and from the positions that receipts name.
     """
     positions: set[int] = set()
+    for exchange in exchanges:
+        positions.add(exchange.cached_tokens or 0)
+        receipt = exchange.receipt or {}
+        positions.update(receipt.get("published") or ())
+        positions.update(c["end_tokens"] for c in receipt.get("candidates") or ())
+    return math.gcd(*positions)
+
+
+def _ask_for_grid(client: Client, rng: random.Random, context_tokens: int) -> list[Exchange]:
+    exchanges = []
     for n_tokens in INFERENCE_TOKENS:
         if n_tokens + 1 > context_tokens:
             break
         prompt, salt = _token_ids(rng, n_tokens), f"boundary-grid-{rng.getrandbits(32):08x}"
         for _ in range(2):
-            answer = client.complete(prompt, 1, salt)
-            positions.add(answer.cached_tokens or 0)
-            receipt = answer.receipt or {}
-            positions.update(receipt.get("published") or ())
-            positions.update(c["end_tokens"] for c in receipt.get("candidates") or ())
-    grid_tokens = math.gcd(*positions)
-    if grid_tokens == 0:
-        raise ServerError("the server reused nothing of repeated prompts; give --grid-tokens")
-    return grid_tokens
+            exchanges.append(client.complete(prompt, 1, salt, {"phase": "grid"}))
+    return exchanges
 
 
-def _rows(client: Client, judge: Judge, rng: random.Random, n_tokens: int, answer_tokens: int) -> list[Row]:
-    """The four cases of one length. The prompt's own cold run is `cold`; the other two have references."""
+def _ask_length(client: Client, rng: random.Random, n_tokens: int, answer_tokens: int) -> None:
+    """The four cases of one length under one salt, then their references, each under a salt of its own."""
     prompt = _token_ids(rng, n_tokens)
-    extended = [*prompt, *_token_ids(rng, EXTENSION_TOKENS)]
     # One token of the prompt is kept even where it is shorter than the fork goes back.
-    forked = [*prompt[: max(1, n_tokens - FORK_BACK_TOKENS)], *_token_ids(rng, FORK_TOKENS)]
+    prompts = {
+        "cold": prompt,
+        "repeated": prompt,
+        "extended": [*prompt, *_token_ids(rng, EXTENSION_TOKENS)],
+        "forked": [*prompt[: max(1, n_tokens - FORK_BACK_TOKENS)], *_token_ids(rng, FORK_TOKENS)],
+    }
     salts = (f"boundary-{n_tokens}-{rng.getrandbits(32):08x}-{i}" for i in itertools.count())
     shared = next(salts)
-    cases = (("cold", prompt), ("repeated", prompt), ("extended", extended), ("forked", forked))
     # All of the shared salt first: a server without salts then sees `cold` cold at least.
-    answers = [client.complete(tokens, answer_tokens, shared) for _, tokens in cases]
-    reference = client.complete(prompt, answer_tokens, next(salts))
-    references = [
-        reference,
-        reference,
-        client.complete(extended, answer_tokens, next(salts)),
-        client.complete(forked, answer_tokens, next(salts)),
-    ]
-    if reference.cached_tokens and not answers[0].cached_tokens:
-        references[:2] = [answers[0], answers[0]]
-    return [
-        judge.row(n_tokens, case, tokens, answer, cold)
-        for (case, tokens), answer, cold in zip(cases, answers, references, strict=True)
-    ]
+    for case, tokens in prompts.items():
+        client.complete(tokens, answer_tokens, shared, {"arm": "shared", "case": case, "length": n_tokens})
+    for case in ("cold", "extended", "forked"):
+        tags = {"arm": "reference", "case": case, "length": n_tokens}
+        client.complete(prompts[case], answer_tokens, next(salts), tags)
+
+
+def _rows(evidence: Evidence, judge: Judge, n_tokens: int) -> Iterator[Row]:
+    """The four cases of one length. The prompt's own cold run is `cold`'s and `repeated`'s reference, or where salts
+    are not told apart the first one of all."""
+    asked = {}
+    for x in evidence.tagged(length=n_tokens):
+        asked[x.tags["arm"], x.tags["case"]] = x
+    if len(asked) != len(CASES) + 3:
+        raise EvidenceError("population", f"{len(asked)} requests of length {n_tokens}")
+    cold, reference = asked["shared", "cold"], asked["reference", "cold"]
+    if reference.cached_tokens and not cold.cached_tokens:
+        reference = cold
+    asked["reference", "cold"] = asked["reference", "repeated"] = reference
+    for case in CASES:
+        got = asked["shared", case]
+        yield judge.row(n_tokens, case, got.body["prompt"], got, asked["reference", case])
 
 
 @contextmanager
@@ -256,7 +282,7 @@ def _others(client: Client, count: int, seed: int) -> Iterator[None]:
         while not done.is_set():
             prompt = _token_ids(rng, rng.randrange(8, NOISE_TOKENS))
             try:
-                client.complete(prompt, NOISE_TOKENS, f"boundary-noise-{number}")
+                client.complete(prompt, NOISE_TOKENS, f"boundary-noise-{number}", {"phase": "noise"})
             except ServerError as error:
                 errors.append(error)
                 return
@@ -301,7 +327,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def table(report: dict[str, Any]) -> list[str]:
+def table(report: Report) -> list[str]:
     """For people."""
     lines = [_summary(report), "  length  case      prompt  reused  tier      outcome"]
     for row in report["rows"]:
@@ -316,10 +342,15 @@ def table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _summary(report: dict[str, Any]) -> str:
+def _summary(report: Report) -> str:
     counts = report["counts"]
     return (
         f"boundary: {report['verdict']}. {counts['rows']} comparisons on a grid of {report['grid_tokens']} tokens:"
         f" {counts['exact']} exact, {counts['fault']} faults, {counts['suspect']} suspect,"
         f" {counts['unproven']} unproven; {counts['hits']} hits, {counts['digests_compared']} digests compared"
     )
+
+
+PROBE = Probe(
+    "boundary", __doc__, run, summarise, table, add_flags, chat=False, fields=tuple(OPTIONAL_FIELDS)
+)

@@ -2,7 +2,7 @@
 
 Prompts of equal length and different beginnings are sent once, then all of them again, in the same order and in
 reverse. How much of a prompt can be reused at best is found out before, by sending one of that length twice; a
-prompt counts as restored where that much is. Answers are greedy and must be those of the first time. Each prompt is
+prompt counts as restored where that much is. Exchanges are greedy and must be those of the first time. Each prompt is
 a conversation of four messages, so that a server which keeps several checkpoints of one has places for them.
 
 The forward order is a cyclic scan: where not all prompts fit, plain recency then finds nothing at all, while in
@@ -16,46 +16,27 @@ from __future__ import annotations
 
 import argparse
 import random
-import secrets
 import statistics
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-from qualify.client import Answer, Client, ServerError
-from qualify.command import probe_parser, run_probe
+from qualify.client import OPTIONAL_FIELDS, Client, ServerError
+from qualify.corpus import WORDS
+from qualify.evidence import EvidenceError
+from qualify.exchange import Exchange
+from qualify.probe import Plot, Probe, Report, Session
+from qualify.reading import Evidence
 from qualify.server_metrics import refusals, tier_gauges
 
 ORDERS = ("forward", "reverse")
-# Each is one token in most vocabularies, so that every order of the same words has the same length.
-WORDS = """the of and to in a is that for it as was with be by on not he his but at are this have from or had an
-they which one you were all her she there would their we him been has when who will no more if out so up said what
-its about than into them can only other time new some could these two may first then do any like my now over such our
-man me even most made after also well where day long back must""".split()
 CALIBRATION_WORDS = 128
 PARTS = (("system", 0.05), ("user", 0.55), ("assistant", 0.10), ("user", 0.30))  # shares of the words
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One answer and the seconds until it was whole."""
-
-    answer: Answer
-    took_s: float
-
-
-def main(argv: Sequence[str]) -> int:
-    """`python -m qualify replay`"""
-    return run_probe("replay", _parser().parse_args(argv), probe, table, chat=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = probe_parser("replay", __doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--metrics-key", metavar="KEY", help="of /metrics, where it has one")
     add("--prompts", type=int, default=52, metavar="N")
     add("--tokens", type=int, default=2600, metavar="N", help="of each prompt, about")
     add("--answer-tokens", type=int, default=8, metavar="N")
@@ -63,64 +44,78 @@ def _parser() -> argparse.ArgumentParser:
     add("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="of the replays, one after the other")
     add("--least-forward", type=int, metavar="N", help="prompts that must be restored (default: all)")
     add("--least-reverse", type=int, metavar="N")
-    return parser
 
 
-def probe(client: Client, args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run; the keys of the report are what `--json` writes. Raises ServerError."""
-    seed = secrets.randbits(32) if args.seed is None else args.seed
-    rng = random.Random(seed)
+def run(session: Session) -> None:
+    """All requests. Raises ServerError."""
+    client, args = session.client, session.args
+    rng = random.Random(session.seed)
     salt = f"replay-{rng.getrandbits(32):08x}"
     n_words = _words_for(client, rng, args.tokens)
-    most_tokens = _most_reusable(client, conversation(rng, n_words), args.answer_tokens, f"{salt}-most")
+    at_once = conversation(rng, n_words)
+    for _ in range(2):
+        client.chat(at_once, args.answer_tokens, f"{salt}-most", {"phase": "at_once"})
     conversations = [conversation(rng, n_words) for _ in range(args.prompts)]
+    ids: dict[int, str] = {}
 
-    def send(messages: Sequence[Mapping[str, str]]) -> Timed:
-        began_s = time.perf_counter()
-        answer = client.chat(messages, args.answer_tokens, salt)
-        return Timed(answer, time.perf_counter() - began_s)
+    def send(phase: str, prompt: int) -> None:
+        tags = {"phase": phase, "prompt": prompt, "same_as": ids.get(prompt)}
+        ids.setdefault(prompt, client.chat(conversations[prompt], args.answer_tokens, salt, tags).request_id)
 
-    def metrics() -> Mapping[str, float] | None:
-        return client.metrics(args.metrics_key)
-
-    before = metrics()
-    passes = {}
     with ThreadPoolExecutor(args.in_flight) as pool:
-        primed = list(pool.map(send, conversations))
-        primed_metrics = metrics()
+        list(pool.map(send, ["prime"] * args.prompts, range(args.prompts)))
+        client.mark("primed")
         for order in args.orders:
-            step = 1 if order == "forward" else -1
-            again = list(pool.map(send, conversations[::step]))[::step]
-            passes[order] = _judged(primed, again, most_tokens, strict=args.in_flight == 1)
-    after = metrics()
-    least = {
-        "forward": args.prompts if args.least_forward is None else args.least_forward,
-        "reverse": args.prompts if args.least_reverse is None else args.least_reverse,
+            prompts = range(args.prompts)[:: 1 if order == "forward" else -1]
+            list(pool.map(send, [order] * args.prompts, prompts))
+
+
+def summarise(evidence: Evidence) -> Report:
+    """Raises EvidenceError where a prompt of the plan is missing."""
+    options = evidence.options
+    primed = _phase(evidence, "prime", options["prompts"])
+    at_once = evidence.tagged(phase="at_once")
+    most_tokens = at_once[-1].cached_tokens or 0 if len(at_once) == 2 else 0
+    passes = {
+        order: _judged(
+            primed,
+            _phase(evidence, order, options["prompts"]),
+            most_tokens,
+            strict=options["in_flight"] == 1,
+        )
+        for order in options["orders"]
     }
-    refused = refusals(before, after)
-    lengths_tokens = sorted({timed.answer.prompt_tokens or 0 for timed in primed})
+    least = {
+        order: options["prompts"] if options[f"least_{order}"] is None else options[f"least_{order}"]
+        for order in ORDERS
+    }
+    refused = refusals(evidence.counters("start"), evidence.counters("end"))
     return {
-        "probe": "replay",
-        "url": client.url,
-        "model": client.model,
-        "seed": seed,
-        "prompts": args.prompts,
-        "prompt_tokens": lengths_tokens,
+        "prompts": options["prompts"],
+        "prompt_tokens": sorted({x.prompt_tokens or 0 for x in primed}),
         "most_reusable_tokens": most_tokens,
-        "in_flight": args.in_flight,
-        "optional_fields": sorted(client.optional_fields),
+        "in_flight": options["in_flight"],
         "primed": {
-            "median_s": statistics.median(timed.took_s for timed in primed),
-            "cached_tokens": sum(timed.answer.cached_tokens or 0 for timed in primed),
-            "checkpoints": dict(Counter(_n_published(timed.answer) for timed in primed)),
+            "median_s": statistics.median(x.took_s for x in primed),
+            "cached_tokens": sum(x.cached_tokens or 0 for x in primed),
+            "checkpoints": dict(Counter(_n_published(x) for x in primed)),
         },
         "passes": passes,
         "least_restored": least,
         "refusals": refused,
-        "tiers_after_priming": tier_gauges(primed_metrics),
-        "tiers_at_the_end": tier_gauges(after),
+        "tiers_after_priming": tier_gauges(evidence.counters("primed")),
+        "tiers_at_the_end": tier_gauges(evidence.counters("end")),
         "verdict": verdict(passes, least, refused, most_tokens),
+        "not_measured": [] if refused is not None else ["refusals: the server counts none"],
     }
+
+
+def _phase(evidence: Evidence, phase: str, n_prompts: int) -> list[Exchange]:
+    """Its exchanges in the order of the prompts."""
+    found = sorted(evidence.tagged(phase=phase), key=lambda x: x.tags["prompt"])
+    if [x.tags["prompt"] for x in found] != list(range(n_prompts)):
+        raise EvidenceError("population", f"{phase} has {len(found)} of {n_prompts} prompts")
+    return found
 
 
 def conversation(rng: random.Random, n_words: int) -> list[dict[str, str]]:
@@ -151,12 +146,12 @@ def verdict(
 
 
 def _judged(
-    primed: Sequence[Timed], again: Sequence[Timed], most_tokens: int, *, strict: bool
+    primed: Sequence[Exchange], again: Sequence[Exchange], most_tokens: int, *, strict: bool
 ) -> dict[str, Any]:
     """One replay against the first answers, both in the order of the prompts. With others in flight decode steps have
     other shapes, so only the first token's logits must keep every bit there."""
-    cached_tokens = [timed.answer.cached_tokens or 0 for timed in again]
-    receipts = [timed.answer.receipt for timed in again if timed.answer.receipt]
+    cached_tokens = [x.cached_tokens or 0 for x in again]
+    receipts = [x.receipt for x in again if x.receipt]
     return {
         "restored": sum(n >= most_tokens > 0 for n in cached_tokens),
         "in_part": sum(0 < n < most_tokens for n in cached_tokens),
@@ -164,14 +159,14 @@ def _judged(
         "tiers": dict(Counter(str(receipt["tier"]) for receipt in receipts)),
         "missed_because": dict(Counter(_cause(receipt) for receipt in receipts)),
         "different_answers": sum(
-            not _same(one.answer, other.answer, strict) for one, other in zip(primed, again, strict=True)
+            not _same(one, other, strict) for one, other in zip(primed, again, strict=True)
         ),
-        "median_s": statistics.median(timed.took_s for timed in again),
+        "median_s": statistics.median(x.took_s for x in again),
         "restored_prompts": [i for i, n in enumerate(cached_tokens) if n >= most_tokens > 0],
     }
 
 
-def _same(one: Answer, other: Answer, strict: bool) -> bool:
+def _same(one: Exchange, other: Exchange, strict: bool) -> bool:
     if one.logits_digests and other.logits_digests and not strict:
         return one.logits_digests[0] == other.logits_digests[0]
     if not strict:  # a near tie may fall either way
@@ -190,7 +185,7 @@ def _cause(receipt: Mapping[str, Any]) -> str:
     return " ".join(str(missed[key]) for key in ("cause", "tier", "pressure", "reason") if missed.get(key))
 
 
-def _n_published(answer: Answer) -> int:
+def _n_published(answer: Exchange) -> int:
     return len((answer.receipt or {}).get("published") or ())
 
 
@@ -198,7 +193,7 @@ def _words_for(client: Client, rng: random.Random, n_tokens: int) -> int:
     """How many words make a prompt of about n_tokens."""
     salt = f"replay-length-{rng.getrandbits(32):08x}"
     counts = [
-        client.chat(conversation(rng, n_words), 1, salt).prompt_tokens
+        client.chat(conversation(rng, n_words), 1, salt, {"phase": "length"}).prompt_tokens
         for n_words in (CALIBRATION_WORDS, 2 * CALIBRATION_WORDS)
     ]
     if counts[0] is None or counts[1] is None or counts[1] <= counts[0]:
@@ -210,15 +205,7 @@ def _words_for(client: Client, rng: random.Random, n_tokens: int) -> int:
     return n_words
 
 
-def _most_reusable(
-    client: Client, messages: Sequence[Mapping[str, str]], answer_tokens: int, salt: str
-) -> int:
-    """Tokens that are reused of a prompt of this length when it comes again at once."""
-    answers = [client.chat(messages, answer_tokens, salt) for _ in range(2)]
-    return answers[1].cached_tokens or 0
-
-
-def table(report: dict[str, Any]) -> list[str]:
+def table(report: Report) -> list[str]:
     """For people."""
     r = report
     refused = r["refusals"]
@@ -236,3 +223,23 @@ def table(report: dict[str, Any]) -> list[str]:
         )
     lines += [f"  {name} {value:.0f}" for name, value in (r["tiers_at_the_end"] or {}).items()]
     return lines
+
+
+def plots(report: Report) -> list[Plot]:
+    passes = report["passes"]
+    counts = {
+        "restored": [result["restored"] for result in passes.values()],
+        "in part": [result["in_part"] for result in passes.values()],
+    }
+    seconds = [report["primed"]["median_s"], *(result["median_s"] for result in passes.values())]
+    return [
+        Plot("Prompts restored", "order", "prompts", list(passes), counts, bars=True),
+        Plot("Seconds a request", "pass", "s", ["primed", *passes], {"median": seconds}, bars=True),
+    ]
+
+
+PROBE = Probe(
+    *("replay", __doc__, run, summarise, table, add_flags, plots),
+    serial=False,
+    fields=tuple(OPTIONAL_FIELDS),
+)

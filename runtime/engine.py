@@ -35,6 +35,7 @@ from runtime.scheduler_laws import law_at_idle
 from runtime.sequence import Phase, Sequence
 from runtime.settling import Settling
 from runtime.step_plan import StepPlan
+from runtime.step_trace import StepTrace
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
 from runtime.token_deltas import token_delta
 from runtime.token_masks import TokenMasks
@@ -74,12 +75,14 @@ class Engine:
         self._scheduler = Scheduler(scheduler_config, cache)
         self._dispatcher = Dispatcher(steps, cache.row_restored)
         behind = behind or TiersBehind()
+        self.trace = StepTrace()  # started and stopped from any thread
         self._transfers = Transfers(
             cache,
             steps,
             disk=behind.disk,
             rate_bytes_per_s=behind.rate_bytes_per_s,
             faults=behind.faults,
+            trace=self.trace,
             wake=self._wake,
         )
         for handle, record in behind.adopted:
@@ -341,6 +344,8 @@ class Engine:
 
     def _release(self, sequence: Sequence) -> None:
         """Nothing more happens to it: its slot and pages go back, its image and its place in the books."""
+        if self.trace.on:
+            self.trace.request(sequence, time.monotonic())
         self._scheduler.finish(sequence)
         self._dispatcher.forget(sequence.request_id)
         self._masks.forget(sequence)
@@ -409,14 +414,19 @@ class Engine:
         """Reads a step's tokens, which waits for it, and hands them out call by call."""
         step = in_flight.plan.step
         now_s = time.monotonic()
+        call_ends_s = []
         for call in in_flight.calls:
             output = self._dispatcher.read(call)
             now_s = time.monotonic()
+            call_ends_s.append(now_s)
             for sequence, checkpoint in call.checkpoints:  # before a sequence that ends gives up its pages
                 self._scheduler.publish(checkpoint, sequence, step)
             for row, sequence, output_index in call.rows:
                 self._commit(sequence, output_index, output, row, now_s)
-        self._step_s = now_s - max(in_flight.dispatched_s, self._completed_s)
+        began_s = max(in_flight.dispatched_s, self._completed_s)
+        self._step_s = now_s - began_s
+        if self.trace.on:
+            self.trace.step(in_flight.plan, began_s, call_ends_s)
         self._completed_s = now_s
         self._scheduler.complete(step)
         self._settling.complete(step)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     # Only its shape: importing it would load jax before the listener is up.
     from runtime.engine_stats import EngineStats
     from runtime.faults import Faults
+    from runtime.step_trace import StepTrace
 
 
 class TokenEngine(Protocol):
@@ -79,6 +80,9 @@ class TokenEngine(Protocol):
 
     @property
     def faults(self) -> Faults: ...
+
+    @property
+    def trace(self) -> StepTrace: ...
 
 
 class DeltaBridge:

@@ -18,7 +18,7 @@ from aiohttp import web
 from cache_tiers.identity import tenant_salt
 from cache_tiers.index import TIERS
 from cache_tiers.prefix_cache import PrefixCache
-from runtime.api_errors import invalid_value, unavailable
+from runtime.api_errors import ApiError, invalid_value, unavailable
 from runtime.faults import FaultRule
 from runtime.generation import Backend
 from runtime.http_guard import Access, Handler
@@ -27,6 +27,7 @@ from runtime.request import EngineStopped
 from runtime.serve_request import TextPrompts
 
 DEMOTE_S, DEMOTE_POLL_S = 60.0, 0.02
+DEFAULT_TRACE_S, MOST_TRACE_S = 5.0, 60.0
 Route = tuple[str, str, Handler, Access]
 
 
@@ -45,6 +46,7 @@ class AdminRoutes:
             ("POST", "/reset_prefix_cache", self.flush, Access.ADMIN),
             ("GET", "/admin/cache", self.summary, Access.ADMIN),
             ("POST", "/admin/cache", self.tree, Access.ADMIN),
+            ("POST", "/admin/trace", self.trace, Access.ADMIN),
             *((("POST", "/admin/faults", self.faults, Access.ADMIN),) if self._enable_faults else ()),
         )
 
@@ -101,6 +103,21 @@ class AdminRoutes:
         except ValueError as error:
             raise invalid_value("operation", str(error)) from None
         return _json({"rules": len(faults.rules)})
+
+    async def trace(self, request: web.Request) -> web.Response:
+        """What the next `seconds` bring, step by step, as a file for Perfetto. One at a time."""
+        fields = await _fields(request)
+        seconds = fields.number("seconds", 0, MOST_TRACE_S)
+        trace = self._ready_backend().engine.trace
+        if not trace.start(time.monotonic()):
+            raise ApiError(409, "A trace is being taken already.", code="busy")
+        try:
+            await asyncio.sleep(DEFAULT_TRACE_S if seconds is None else seconds)
+        finally:  # also where the client has gone
+            taken = trace.stop()
+        answer = _json(taken)
+        answer.headers["Content-Disposition"] = 'attachment; filename="strata-trace.json"'
+        return answer
 
     async def summary(self, request: web.Request) -> web.Response:
         """Counts over the whole cache; with `token_ids` (comma-separated) the tree of that prefix."""

@@ -25,6 +25,7 @@ from runtime.api_errors import ApiError, internal_error, invalid_json, unavailab
 from runtime.generation import Backend, Generation
 from runtime.http_admin import AdminRoutes
 from runtime.http_guard import API_KEY, LOG_FACTS, REQUEST_ID, Access, Guard, Handler
+from runtime.http_page import PageRoutes
 from runtime.http_status import StatusRoutes, json_response
 from runtime.json_body import decode_object
 from runtime.metrics import ServerMetrics
@@ -93,6 +94,7 @@ class HttpServer:
         stall_limit_s: float,
         isolate_keys: bool = False,
         enable_faults: bool = False,
+        show_page: bool = True,
         ping_interval_s: float = PING_INTERVAL_S,
     ):
         self._state = state
@@ -103,6 +105,7 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._isolate_keys = isolate_keys
         self._enable_faults = enable_faults
+        self._show_page = show_page
         self._ping_interval_s = ping_interval_s
         self._logged_fields: set[str] = set()
 
@@ -123,6 +126,8 @@ class HttpServer:
         routes += tuple(("POST", path, self._answering(form), Access.KEY) for path, form in _FORMS.items())
         routes += self._status.routes()
         self._status.describe(routes)
+        if self._show_page:
+            routes += PageRoutes(self._state.ready_backend, isolate_keys=self._isolate_keys).routes()
         for method, path, handler, access in routes:
             app.router.add_route(method, path, self._guard.route(handler, access))
         return app

@@ -6,6 +6,7 @@ here, on the event loop. One registry per server, no global one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,9 @@ class ServerMetrics:
         self._refused = Counter(
             "strata_requests_refused", "Requests turned away, by cause.", ["cause"], registry=registry
         )
+        for reason in ("stop", "tool_calls", "length", "error"):
+            self._finished.labels(reason)
+        self._refused.labels("queue_full")
         self._first_token_s = Histogram(
             "strata_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
@@ -138,6 +142,7 @@ class _EngineCollector:
         self._cache = cache
         self._tells_foreign = tells_foreign
         self._vllm = vllm
+        self._started_s = time.time()
 
     def collect(self) -> Iterable[Metric]:
         info = GaugeMetricFamily(
@@ -145,6 +150,9 @@ class _EngineCollector:
         )
         info.add_metric([self._model_name, self._version], 1)
         yield info
+        yield GaugeMetricFamily(
+            "process_start_time_seconds", "When the server started, in Unix time.", value=self._started_s
+        )
         stats, cache = self._snapshot(), self._cache()
         if stats is None or cache is None:
             return

@@ -64,6 +64,7 @@ class ServerOptions:
     admin_keys: tuple[str, ...]
     isolate_keys: bool
     enable_faults: bool
+    show_page: bool
     allowed_hosts: tuple[str, ...]
     cors_origins: tuple[str, ...]
     insecure: bool
@@ -166,6 +167,7 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         admin_keys=tuple(args.admin_key),
         isolate_keys=args.isolate_keys,
         enable_faults=args.enable_faults,
+        show_page=not args.no_ui,
         allowed_hosts=args.allowed_hosts,
         cors_origins=args.cors_origins,
         insecure=args.insecure,
@@ -329,6 +331,7 @@ def _add_server_flags(parser: _Parser) -> None:
     add("--isolate-keys", action="store_true", help="each API key has a prefix cache of its own")
     add("--enable-admin", action="store_true", help="serve /admin/..., with --admin-key alone")
     add("--admin-key", type=_key, action="append", default=[], metavar="KEY", help="opens /admin/ alone")
+    add("--no-ui", action="store_true", help="serve no page at /")
     add("--enable-faults", action="store_true", help="allow test switches in requests")
     add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="more Host headers to accept")
     add("--cors-origins", type=_origins, default=(), metavar="A,B", help="web pages that may call")

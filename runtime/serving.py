@@ -127,6 +127,7 @@ class _Serving:
             stall_limit_s=options.stall_limit_s,
             isolate_keys=options.isolate_keys,
             enable_faults=options.enable_faults,
+            show_page=options.show_page,
         )
         runner = web.AppRunner(
             http.application(),

@@ -32,6 +32,7 @@ from cache_tiers.prefix_cache import PrefixCache
 from cache_tiers.transfer_jobs import CANCELLED, DAMAGED, DONE, IO_ERROR, MISSING, RANK_FAILED, Load, Store
 from runtime.faults import FaultInjected, FaultRule, Faults, spoil
 from runtime.pacing import Pace
+from runtime.step_trace import StepTrace
 from runtime.steps import DeviceSteps
 
 log = logging.getLogger(__name__)
@@ -77,10 +78,12 @@ class Transfers:
         disk: DiskFolder | None,
         rate_bytes_per_s: float | None,
         faults: Faults,
+        trace: StepTrace,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self.faults = faults
+        self._trace = trace
         self._cache, self._steps, self._disk = cache, steps, disk
         cache.outbox.rate_bytes_per_s = rate_bytes_per_s
         self._wake = wake
@@ -241,6 +244,7 @@ class Transfers:
     # ---- on the threads
 
     def _run(self, job: Store | Load, work: Callable[[], Any]) -> None:
+        began_s = time.monotonic()
         try:
             result, outcome = work(), DONE
         except FaultInjected as error:
@@ -255,6 +259,8 @@ class Transfers:
         except Exception:  # a mistake of ours costs this transfer, never the thread that all others need
             log.exception("a transfer failed")
             result, outcome = None, IO_ERROR
+        if self._trace.on:
+            self._trace.transfer(job, outcome, began_s, time.monotonic())
         self._finished.append(_Finished(job, outcome, result))
         self._wake()
 

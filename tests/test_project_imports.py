@@ -68,7 +68,8 @@ def test_folder_imports_only_what_its_row_allows(folder: str, repository: Path) 
 def test_every_library_is_a_declared_dependency(repository: Path) -> None:
     """What comes along with another library today may not tomorrow. bench may need the extra `dev`."""
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needs = project["dependencies"] + project["optional-dependencies"]["fetch"]
+    extras = project["optional-dependencies"]
+    needs = project["dependencies"] + extras["fetch"] + extras["qualify"]
     declared = {re.match(r"[\w.-]+", need)[0].lower() for need in needs}  # type: ignore[index]
     providers = packages_distributions()
     imported = {

@@ -5,26 +5,26 @@ The right one is Strata itself; the wrong ones are small servers that cache by a
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from qualify import boundary
+from qualify.boundary import PROBE
+from qualify.command import run_probe
+from tests.qualify.scripted_server import Reply, scripted_server
 from tests.runtime.http_client import Client
 
 G = 64
 
 
 def run(url: str, *flags: str, out: Path) -> tuple[int, dict[str, Any]]:
-    code = boundary.main(["--url", url, "--quick", "--json", str(out), *flags])
+    evidence = ("--evidence", str(out.parent / "evidence"))
+    code = run_probe(PROBE, ["--url", url, "--quick", "--json", str(out), *evidence, *flags])
     return code, json.loads(out.read_text())
 
 
@@ -72,37 +72,16 @@ def fake_completion(body: dict[str, Any], seen: set[tuple[Any, ...]], fault: str
 
 @contextmanager
 def fake_server(fault: str) -> Iterator[str]:
-    """The URL of one; a thread with an event loop of its own."""
+    """The URL of one."""
     seen: set[tuple[Any, ...]] = set()
-    loop = asyncio.new_event_loop()
 
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake", "max_model_len": 1000}]})
-
-    async def completions(request: web.Request) -> web.Response:
-        body = await request.json()
+    def completions(body: dict[str, Any]) -> Reply:
         if fault == "silent" and "return_logits_digest" in body:
-            return web.json_response({"error": {"message": "unknown field"}}, status=400)
-        return web.json_response(fake_completion(body, seen, fault))
+            return 400, {"error": {"message": "unknown field"}}
+        return 200, fake_completion(body, seen, fault)
 
-    async def start() -> tuple[web.AppRunner, int]:
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner, runner.addresses[0][1]
-
-    runner, port = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    with scripted_server({"/v1/completions": completions}) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
@@ -133,14 +112,18 @@ def test_wrong_servers_are_caught(tmp_path: Path, fault: str, verdict: str, prob
         assert suspect["first_different_token"] == 15
 
 
-def test_the_grid_is_inferred_and_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_grid_is_inferred_and_people_get_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with fake_server("none") as url:
-        assert boundary.main(["--url", f"{url}/v1", "--quick"]) == 0
+        flags = ["--url", f"{url}/v1", "--quick", "--evidence", str(tmp_path / "evidence")]
+        assert run_probe(PROBE, flags) == 0
     out = capsys.readouterr().out
     assert f"grid of {G} tokens" in out
     assert "repeated" in out
 
 
-def test_no_server_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert boundary.main(["--url", "http://127.0.0.1:9", "--quick"]) == 2
+def test_no_server_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--url", "http://127.0.0.1:9", "--quick", "--evidence", str(tmp_path / "evidence")]
+    assert run_probe(PROBE, flags) == 2
     assert "/v1/models" in capsys.readouterr().err

@@ -6,33 +6,22 @@ The server is Strata itself, with a device that holds a few of the prompts and a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from qualify import replay, server_metrics
-from tests.server_process import running_server
-from tests.shared import shared_path
+from qualify.command import run_probe
 
 PROMPTS = 16
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running_server(
-        *("--model", str(shared_path("tiny_models/qwen3_5")), "--host-cache", "64MiB"),
-        *("--device-memory", "11MiB", "--max-model-len", "1024", "--max-concurrency", "4"),
-        *("--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "128"),
-    ) as process:
-        yield process.url
-
-
 @pytest.mark.parametrize("in_flight", ["1", "4"])
-def test_with_room_for_all_everything_is_restored(url: str, tmp_path: Path, in_flight: str) -> None:
+def test_with_room_for_all_everything_is_restored(small_server: str, tmp_path: Path, in_flight: str) -> None:
     out = tmp_path / "report.json"
-    arguments = ["--url", url, "--prompts", str(PROMPTS), "--tokens", "700", "--json", str(out)]
-    assert replay.main([*arguments, "--in-flight", in_flight]) == 0, out.read_text()
+    arguments = ["--url", small_server, "--prompts", str(PROMPTS), "--tokens", "700", "--json", str(out)]
+    arguments += ["--evidence", str(tmp_path / "evidence"), "--in-flight", in_flight]
+    assert run_probe(replay.PROBE, arguments) == 0, out.read_text()
     report = json.loads(out.read_text())
     (n_tokens,) = report["prompt_tokens"]
     assert 600 < n_tokens < 800 and report["most_reusable_tokens"] == (n_tokens - 1) // 64 * 64

@@ -38,6 +38,7 @@ def running(
     ping_interval_s: float = 10.0,
     max_body_bytes: int = 100_000,
     compiler: ConstraintCompiler | None = None,
+    show_page: bool = True,
 ) -> Iterator[Client]:
     """The application with these rules; `host` is what the rules believe it listens on. `model` is a started
     engine and its folder, or `served` what is made of them."""
@@ -62,6 +63,7 @@ def running(
         max_body_bytes=max_body_bytes if served else 1000,
         stall_limit_s=60,
         isolate_keys=isolate_keys,
+        show_page=show_page,
         ping_interval_s=ping_interval_s,
     )
     loop = asyncio.new_event_loop()
