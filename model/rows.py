@@ -49,9 +49,9 @@ def save_row_if(
 ) -> jax.Array:
     """The arena with the slot's row in pages row_page_ids_q [row_pages], where `wanted`; else as it was.
 
-    A loop of one round or none: unlike a conditional it never copies the arena.
+    A loop of one round or none: unlike a conditional it never copies the arena. Without room for page ids, none is.
     """
-    if static.layout.row_pages == 0:
+    if row_page_ids_q.shape[0] == 0:
         return pages_rnw
     return lax.fori_loop(
         0,

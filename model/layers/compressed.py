@@ -9,7 +9,6 @@ are split by the groups that are projected together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,10 +19,17 @@ from jax.sharding import PartitionSpec
 
 from model.cache_layout import Component, LayerParts, RowPart
 from model.config import CompressedConfig, LayerConfig, ModelConfig
+from model.layers.compressor import (
+    Compressor,
+    CompressorWeights,
+    compress_tile,
+    compress_tokens,
+    declare_compressor,
+)
 from model.layers.context import Tile, Tokens
-from model.layers.in_place import after, exchange_rows, page_slots, set_entries
-from model.layers.linear import linear, rms_norm, rotate_last_pairs, rotations
-from model.params import MESH_AXIS, ParamSpec, Piece, Plan, direct, vector, whole
+from model.layers.in_place import after, set_entries
+from model.layers.linear import linear, rms_norm, rotate_last_pairs
+from model.params import MESH_AXIS, ParamSpec, Plan, direct, vector, whole
 from model.state import Row
 from model.static import Static
 from pallas_kernels import compressed_attention, latent_attention
@@ -32,56 +38,15 @@ PAGES, EVERYWHERE = PartitionSpec(MESH_AXIS), PartitionSpec()
 WINDOW = "window"
 
 
-@dataclass(frozen=True)
-class _Compressor:
-    """One stream of compressed entries: every `tokens` tokens one of `dim` channels. `handed_on`: each window also
-    reads half of what its predecessor's tokens gave."""
-
-    name: str
-    tokens: int
-    dim: int
-    handed_on: bool
-
-    @property
-    def width(self) -> int:
-        return self.dim * (2 if self.handed_on else 1)
-
-    @property
-    def open_part(self) -> str:
-        return f"open {self.name}"
-
-    @property
-    def handed_part(self) -> str:
-        return f"handed-on {self.name}"
-
-    def row_parts(self) -> tuple[RowPart, ...]:
-        """[values | gates, tokens, channels], float32. The open window is empty on the grid."""
-        open_part = RowPart(
-            self.open_part, (2, self.tokens, self.width), (None,) * 3, float32=True, saved=False
-        )
-        if not self.handed_on:
-            return (open_part,)
-        return open_part, RowPart(self.handed_part, (2, self.tokens, self.dim), (None,) * 3, float32=True)
-
-
-def _compressors(compressed: CompressedConfig, mixer: str) -> tuple[_Compressor, ...]:
+def _compressors(compressed: CompressedConfig, mixer: str) -> tuple[Compressor, ...]:
     if mixer == "sliding":
         return ()
     if mixer == "compressed_heavy":
-        return (_Compressor("entries", compressed.heavy_tokens, compressed.head_dim, False),)
+        return (Compressor("entries", compressed.heavy_tokens, compressed.head_dim, False),)
     return (
-        _Compressor("entries", compressed.sparse_tokens, compressed.head_dim, True),
-        _Compressor("index keys", compressed.sparse_tokens, compressed.index.head_dim, True),
+        Compressor("entries", compressed.sparse_tokens, compressed.head_dim, True),
+        Compressor("index keys", compressed.sparse_tokens, compressed.index.head_dim, True),
     )
-
-
-@struct.dataclass
-class CompressorWeights:
-    """values_gates [values | gates, width, hidden]; bias [tokens, width]; norm [dim]."""
-
-    values_gates: jax.Array
-    bias: jax.Array
-    norm: jax.Array
 
 
 @struct.dataclass
@@ -150,7 +115,7 @@ def declare(config: ModelConfig, plan: Plan, layer: LayerConfig, prefix: str) ->
             (direct(f"{prefix}wo_b.weight", hidden, groups * narrow),),
         ),
         compressors=tuple(
-            _declare_compressor(c, hidden, p)
+            declare_compressor(c, hidden, p)
             for c, p in zip(_compressors(compressed, layer.mixer), prefixes, strict=False)
         ),
         index_query=ParamSpec(
@@ -169,20 +134,7 @@ def declare(config: ModelConfig, plan: Plan, layer: LayerConfig, prefix: str) ->
     )
 
 
-def _declare_compressor(compressor: _Compressor, hidden: int, prefix: str) -> CompressorWeights:
-    width = compressor.width
-    both = tuple(
-        Piece(f"{prefix}{name}.weight", (width, hidden), lambda t: t, lambda p, i=i: p[i])
-        for i, name in enumerate(("wkv", "wgate"))
-    )
-    return CompressorWeights(
-        values_gates=ParamSpec((2, width, hidden), (None, None, None), "normal", (both,)),
-        bias=whole(f"{prefix}ape", compressor.tokens, width, keep_float32=True),
-        norm=vector(f"{prefix}norm.weight", compressor.dim, "ones"),
-    )
-
-
-def _mixer_of(parts: LayerParts, static: Static) -> str:
+def _mixer_of(parts: LayerParts) -> str:
     """Which kind a layer is, by what it keeps."""
     names = [component.name for component in parts.components]
     return "sliding" if not names else "compressed_sparse" if "index keys" in names else "compressed_heavy"
@@ -237,7 +189,7 @@ def tokens(
 
 
 def _mix(weights, x, pages_rnw, row, parts, at, static, on_rank):  # type: ignore[no-untyped-def]
-    mixer = _mixer_of(parts, static)
+    mixer = _mixer_of(parts)
     rotation = at.rotations["window" if mixer == "sliding" else "compressed"]
     q, entry, latent = _project(weights, x, rotation, static)
     given = tuple(
@@ -294,26 +246,6 @@ def _ring_after_tokens(ring_swx, entry_bx, at):  # type: ignore[no-untyped-def]
     return set_entries(ring_swx, at.slots_b, at.position_b % ring_swx.shape[1], entry_bx, axis=0)
 
 
-def _closed(compressor, weights, windows, before, first_window, static):  # type: ignore[no-untyped-def]
-    """The entries of closed windows, [m, dim] float32, rotated at their first tokens' positions.
-
-    windows [values | gates, m, tokens, width]; `before`: what the window before the first of them handed on, the gates
-    of which count for nothing where there is none.
-    """
-    values, gates = windows
-    if compressor.handed_on:
-        dim = compressor.dim
-        handed = jnp.concatenate([before[:, None], windows[:, :-1, :, :dim]], axis=1)
-        none_before = (first_window + jnp.arange(values.shape[0], dtype=jnp.int32) == 0)[:, None, None]
-        values = jnp.concatenate([handed[0], values[..., dim:]], axis=1)
-        gates = jnp.concatenate([jnp.where(none_before, -jnp.inf, handed[1]), gates[..., dim:]], axis=1)
-    summed = jnp.sum(jax.nn.softmax(gates, axis=1) * values, axis=1)
-    entries = rms_norm(summed, weights.norm, static.config.norm_eps, zero_centred=False)
-    first_tokens = (first_window + jnp.arange(entries.shape[0], dtype=jnp.int32)) * compressor.tokens
-    frequencies = static.config.compressed.compressed_frequencies
-    return rotate_last_pairs(entries, rotations(frequencies, first_tokens))
-
-
 def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
     compressed, page_tokens = static.config.compressed, static.layout.page_tokens
     n_t, n_w = entry.shape[0], compressed.window_tokens
@@ -326,7 +258,7 @@ def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, part
     near_valid = (near_position >= 0) & (back >= 0) & (back < n_w)
     ids = lax.dynamic_slice_in_dim(at.page_table_p, at.start_tokens // page_tokens, n_t // page_tokens)
     for compressor, weight, both in zip(_compressors(compressed, mixer), weights, given, strict=True):
-        pages, row = _compress_tile(compressor, weight, both, pages, row, ids, parts, at, static)
+        pages, row = compress_tile(compressor, weight, both, pages, row, ids, parts, at, static)
     far = None
     if mixer != "sliding":
         table = jnp.broadcast_to(at.page_table_p, (n_t, at.page_table_p.shape[0]))
@@ -338,41 +270,6 @@ def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, part
     return out, pages, row
 
 
-def _compress_tile(compressor, weights, both_2tc, pages, row, ids, parts, at, static):  # type: ignore[no-untyped-def]
-    """Writes the entries of windows that close in the tile; leaves the open one, and what the last hands on."""
-    m, component = compressor.tokens, parts.component(compressor.name)
-    both_2tc = both_2tc.at[1].add(jnp.tile(weights.bias, (both_2tc.shape[1] // m, 1)))
-    windows = both_2tc.reshape(2, -1, m, compressor.width)
-    before = None
-    if compressor.handed_on:
-        before = lax.dynamic_index_in_dim(row[compressor.handed_part], at.slot, keepdims=False)
-    entries = _closed(compressor, weights, windows, before, at.start_tokens // m, static)
-    pages = latent_attention.write_tile(
-        pages,
-        entries.astype(jnp.dtype(static.layout.entry_dtype)),
-        ids,
-        offset_words=component.offset_words,
-        page_tokens=component.shape[0],
-        backend=static.backend,
-    )
-    n_closed = at.valid_tokens // m
-    padded = jnp.pad(windows, ((0, 0), (0, 1), (0, 0), (0, 0)))
-    rest = lax.dynamic_index_in_dim(padded, n_closed, axis=1, keepdims=False)
-    still_open = (jnp.arange(m, dtype=jnp.int32) < at.valid_tokens % m)[:, None]
-    rows = row[compressor.open_part]
-    row[compressor.open_part] = lax.dynamic_update_index_in_dim(
-        rows, jnp.where(still_open, rest, jnp.float32(0)), at.slot, 0
-    )
-    if compressor.handed_on:
-        last = lax.dynamic_index_in_dim(windows, jnp.maximum(n_closed - 1, 0), axis=1, keepdims=False)
-        handed = jnp.where(n_closed > 0, last[..., : compressor.dim], before)
-        rows = row[compressor.handed_part]
-        row[compressor.handed_part] = lax.dynamic_update_index_in_dim(
-            rows, handed, after(entries, at.slot), 0
-        )
-    return pages, row
-
-
 def _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
     compressed = static.config.compressed
     row = dict(row)
@@ -381,7 +278,7 @@ def _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, pa
     n_w = compressed.window_tokens
     held = at.position_b[:, None] - (at.position_b[:, None] - jnp.arange(n_w, dtype=jnp.int32)) % n_w
     for compressor, weight, both in zip(_compressors(compressed, mixer), weights, given, strict=True):
-        pages, row = _compress_tokens(compressor, weight, both, pages, row, parts, at, static)
+        pages, row = compress_tokens(compressor, weight, both, pages, row, parts, at, static)
     far = None
     if mixer != "sliding":
         table = at.page_table_bp
@@ -390,44 +287,6 @@ def _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, pa
         q, near, held >= 0, sink, far, scale=compressed.scale, backend=static.backend
     )
     return out, pages, row
-
-
-def _compress_tokens(compressor, weights, both_2bc, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
-    """Adds each token to its open window, and writes the entry of a window that it closes."""
-    m, component = compressor.tokens, parts.component(compressor.name)
-    place, window = at.position_b % m, at.position_b // m
-    both_2bc = both_2bc.at[1].add(weights.bias[place])
-    open_rows = set_entries(row[compressor.open_part], at.slots_b, place, both_2bc.transpose(1, 0, 2), axis=1)
-    closes = place == m - 1
-    handed_rows = row.get(compressor.handed_part)
-
-    def entry(args):  # type: ignore[no-untyped-def]
-        slot, window, closes = args
-
-        def close():  # type: ignore[no-untyped-def]
-            given = lax.dynamic_index_in_dim(open_rows, slot, keepdims=False)
-            before = None
-            if handed_rows is not None:
-                before = lax.dynamic_index_in_dim(handed_rows, slot, keepdims=False)
-            return _closed(compressor, weights, given[:, None], before, window, static)[0]
-
-        return lax.cond(closes, close, lambda: jnp.zeros((compressor.dim,), jnp.float32))
-
-    entry_bx = lax.map(entry, (at.slots_b, window, closes))
-    ids, slots_in_page = page_slots(at.page_table_bp, window, component.shape[0])
-    pages = latent_attention.write_tokens(
-        pages,
-        entry_bx.astype(jnp.dtype(static.layout.entry_dtype)),
-        jnp.where(closes, ids, 0),  # page 0 is scratch
-        slots_in_page,
-        offset_words=component.offset_words,
-        backend=static.backend,
-    )
-    row[compressor.open_part] = open_rows
-    if handed_rows is not None:
-        new = open_rows[at.slots_b][..., : compressor.dim]
-        row[compressor.handed_part] = exchange_rows(handed_rows, after(entry_bx, at.slots_b), new, closes)
-    return pages, row
 
 
 def _far(mixer, index, pages, own_table, table_bp, positions, parts, static) -> Any:  # type: ignore[no-untyped-def]
