@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "beside": "a short prompt repeated beside a long conversation",
     "disk": "records written to disk and read back, against plain files",
     "kernels": "each kernel's calls against the device's floors",
+    "trace_cost": "running streams while a step trace is taken",
     "trace": "the prefix cache on a request trace",
 }
 
