@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "http": "a token from the engine to the client's socket",
     "constrained": "answers that must have a form, beside free ones",
     "kernels": "each kernel's calls against the device's floors",
+    "trace_cost": "running streams while a step trace is taken",
     "trace": "the prefix cache on a request trace",
 }
 

@@ -85,7 +85,7 @@ def measure_isolation(engine: Engine, args: argparse.Namespace) -> dict[str, Any
                     "place": place,
                     "rate_mb_s": rate_mb_s,
                     "asked_mb_s": most_mb_s,
-                    **_compare(engine, partial(traffic.cycling, place, most_mb_s * 1e6), args),
+                    **compare(engine, partial(traffic.cycling, place, most_mb_s * 1e6), args),
                 }
             )
     return {
@@ -103,10 +103,10 @@ def _pace(cache: Any, rate_mb_s: float) -> None:
     cache.outbox.rate_bytes_per_s = rate_mb_s * 1e6
 
 
-def _compare(
+def compare(
     engine: Engine, moving: Callable[[], AbstractContextManager[None]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One setting: windows without and with traffic in turn; streams begin anew now and then, all alike."""
+    """One setting: windows without and with what disturbs in turn; streams begin anew now and then, all alike."""
     without, loaded, shares = [], [], []
     traffic_bytes = traffic_s = 0.0
     for first in range(0, args.rounds, ROUNDS_A_STREAM):
