@@ -22,14 +22,14 @@ from model.loading import export_tensors
 from model.mtp import mtp_combined, mtp_input
 from model.params import Plan, initial_value, is_spec
 from pallas_kernels import compressed_attention
-from tests.model.driver import Driver, pages_of, tiles_of
+from tests.model.driver import FAST_COMPILE, Driver, pages_of, tiles_of
 from tests.model.numpy_mtp import deepseek_v4_mtp
 from tests.shared import shared_path
 
 SLOT = 1
 
 
-_hidden = partial(jax.jit, static_argnums=3, donate_argnums=1)(
+_hidden = partial(jax.jit, static_argnums=3, donate_argnums=1, compiler_options=FAST_COMPILE)(
     lambda params, state, tiles, static: forward._run_tiles(params, state, tiles, static, keep_all=True)
 )
 
@@ -154,7 +154,7 @@ def deepseek_v4_with_mtp(tmp_path_factory):
     return folder
 
 
-@partial(jax.jit, static_argnums=5, donate_argnums=1)
+@partial(jax.jit, static_argnums=5, donate_argnums=1, compiler_options=FAST_COMPILE)
 def _trunk_tile(params, state, token_ids, start, table, static):
     positions = start + jnp.arange(len(token_ids), dtype=jnp.int32)
     rotation = forward._rotations(static.config, positions)

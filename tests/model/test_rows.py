@@ -20,7 +20,7 @@ CASES = [
     pytest.param(("qwen3_5_moe", 2), id="qwen3_5_moe-tp2", marks=pytest.mark.slow),
     pytest.param(("kimi_linear", 2), id="kimi_linear-tp2", marks=pytest.mark.slow),
     pytest.param(("glm5_next", 1), id="glm5_next-tp1"),
-    pytest.param(("deepseek_v4", 2), id="deepseek_v4-tp2"),
+    pytest.param(("deepseek_v4", 2), id="deepseek_v4-tp2", marks=pytest.mark.slow),
 ]
 _restore = jax.jit(restore_row, static_argnums=3, donate_argnums=0)
 _save = jax.jit(save_row, static_argnums=3, donate_argnums=0)
