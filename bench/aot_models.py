@@ -72,6 +72,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(routed_scaling_factor=1.5, max_position_embeddings=1048576),
     ),
 }
+# Not compiled for an absent chip yet: no report under bench/results/aot/ has them. `--family` names them.
+UNRECORDED = frozenset({"kimi_linear", "glm5_next", "deepseek_v4"})
 RANKS = (1, 4)
 STEPS = ("decode", "prefill")
 _DECODE_ROWS, _TILE_TOKENS, _TABLE_PAGES, _N_SLOTS = 8, 512, 128, 16
@@ -111,7 +113,7 @@ def compile_all(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for ranks in args.ranks or RANKS:
         devices, _, backend = target(args.target, ranks)
-        for family in args.family or FAMILIES:
+        for family in args.family or [name for name in FAMILIES if name not in UNRECORDED]:
             for step in args.step or STEPS:
                 kernels = backend if args.kernels == "chip" else args.kernels
                 rows.append(_compile(family, step, kernels, backend, devices))

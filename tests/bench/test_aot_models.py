@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from bench.aot_models import FAMILIES, RANKS, STEPS, failure, page_copies
+from bench.aot_models import FAMILIES, RANKS, STEPS, UNRECORDED, failure, page_copies
 
 PASSING = dict(
     page_copies=0, aliased_bytes=10, donated_bytes=10, temporary_bytes=3, pages_bytes=8
@@ -38,7 +38,10 @@ def test_committed_reports_pass_their_gates(repository):
         report = json.loads(path.read_text(encoding="utf-8"))
         assert path.stem == f"models-{report['target']}" and report["failed"] == 0
         assert {(row["family"], row["ranks"], row["step"]) for row in report["programs"]} == {
-            (family, ranks, step) for family in FAMILIES for ranks in RANKS for step in STEPS
+            (family, ranks, step)
+            for family in FAMILIES.keys() - UNRECORDED
+            for ranks in RANKS
+            for step in STEPS
         }
         assert not any(failure(row) for row in report["programs"])
 

@@ -209,7 +209,6 @@ def test_an_unknown_model_is_a_404(server: Client, name: str) -> None:
     "path",
     [
         *(
-            "/",
             "/v1",
             "/v1/nothing",
             "/invocations",

@@ -28,7 +28,14 @@ def ask(server: Client, path: str, body: Any, headers: dict[str, str] = ADMIN) -
 def taken(server: Client) -> dict[str, Any]:
     """A trace over a cold prompt of three grid steps, its way to the host, and its way back."""
     traces: list[tuple[int, dict[str, Any]]] = []
-    thread = threading.Thread(target=lambda: traces.append(ask(server, "/admin/trace", {"seconds": 4})))
+
+    def take() -> None:
+        """Until it is taken: one of the looks below may be in its way."""
+        while (answer := ask(server, "/admin/trace", {"seconds": 4}))[0] != 200:
+            time.sleep(0.01)
+        traces.append(answer)
+
+    thread = threading.Thread(target=take)
     thread.start()
     while ask(server, "/admin/trace", {"seconds": 0})[0] == 200:  # until the other one is being taken
         time.sleep(0.01)
