@@ -12,7 +12,7 @@ from tests.shared import shared_path
 @pytest.fixture(scope="session")
 def small_server() -> Iterator[str]:
     with running_server(
-        *("--model", str(shared_path("tiny_models/qwen3_5")), "--host-cache", "96MiB"),
+        *("--model", str(shared_path("tiny_models/qwen3_5")), "--host-cache", "256MiB"),
         *("--device-memory", "14MiB", "--max-model-len", "3072", "--max-concurrency", "4"),
         *("--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "128", "--enable-faults"),
         *("--tool-parser", "qwen3"),
