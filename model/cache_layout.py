@@ -9,7 +9,7 @@ numbers (DESIGN section 5.1).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 import jax.numpy as jnp
@@ -53,9 +53,8 @@ class RowPart:
     split: bool = False
     """Whether each rank has its share of it."""
 
-    def bytes_per_rank(self, plan: Plan, dtype: jnp.dtype) -> int:
-        parts = plan.ranks if self.split else 1
-        return prod(self.shape) * (4 if self.float32 else dtype.itemsize) // parts
+    def bytes_per_rank(self, ranks: int, dtype: jnp.dtype) -> int:
+        return prod(self.shape) * (4 if self.float32 else dtype.itemsize) // (ranks if self.split else 1)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class CacheLayout:
         for layer in (*self.layers, *hidden):
             for part in layer.row:
                 dtype = "float32" if part.float32 else self.entry_dtype
-                n_bytes = prod(part.shape) * jnp.dtype(dtype).itemsize // (self.ranks if part.split else 1)
+                n_bytes = part.bytes_per_rank(self.ranks, jnp.dtype(self.entry_dtype))
                 kind = "row" if part.saved else "active row"
                 kinds[f"{kind}: {part.name}", part.shape, dtype, n_bytes] += 1
         return tuple(
@@ -155,11 +154,10 @@ def cache_layout(config: ModelConfig, plan: Plan, dtype: jnp.dtype) -> CacheLayo
         )
         components = []
         for component in declared.components:
-            components.append(Component(component.name, component.shape, offset_words))
+            components.append(replace(component, offset_words=offset_words))
             offset_words += component.words
-        layers.append(
-            LayerParts(tuple(components), tuple(sorted((_split(p, plan) for p in declared.row), key=_name)))
-        )
+        row = (replace(part, split=any(axis in plan.split for axis in part.axes)) for part in declared.row)
+        layers.append(LayerParts(tuple(components), tuple(sorted(row, key=lambda part: part.name))))
     hidden = None
     if config.mtp_layers:
         shape = config.hidden_shape
@@ -171,15 +169,6 @@ def cache_layout(config: ModelConfig, plan: Plan, dtype: jnp.dtype) -> CacheLayo
         entry_dtype=dtype.name,
         layers=tuple(layers),
         hidden=hidden,
-        row_bytes=sum(part.bytes_per_rank(plan, dtype) for part in rows if part.saved),
-        active_row_bytes=sum(part.bytes_per_rank(plan, dtype) for part in rows),
+        row_bytes=sum(part.bytes_per_rank(plan.ranks, dtype) for part in rows if part.saved),
+        active_row_bytes=sum(part.bytes_per_rank(plan.ranks, dtype) for part in rows),
     )
-
-
-def _name(part: RowPart) -> str:
-    return part.name
-
-
-def _split(part: RowPart, plan: Plan) -> RowPart:
-    split = any(axis in plan.split for axis in part.axes)
-    return RowPart(part.name, part.shape, part.axes, part.float32, part.saved, split)

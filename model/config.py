@@ -49,10 +49,6 @@ class GatedDeltaConfig:
     def values_per_key(self) -> int:
         return self.n_value_heads // self.n_key_heads
 
-    @property
-    def conv_channels_per_key(self) -> int:
-        return 2 * self.key_dim + self.values_per_key * self.value_dim
-
 
 @dataclass(frozen=True)
 class KdaConfig:

@@ -162,37 +162,23 @@ def _norm(x: jax.Array, weight: jax.Array, static: Static) -> jax.Array:
 def _trunk(params, embedded, pages, rows, at, static):  # type: ignore[no-untyped-def]
     """All layers -> (hidden states [T, H] for the head, what the MTP layer reads, pages, rows)."""
     config = static.config
-    x = embedded if config.streams is None else streams.start(embedded, static)
-    rows = list(rows)
+    x, rows = streams.start(embedded, static), list(rows)
     for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
-        mixer, parts = MIXERS[layer.mixer], static.layout.layers[i]
-        step = mixer.tile if isinstance(at, Tile) else mixer.tokens
-
-        def mix(read, weights=weights, step=step, parts=parts, i=i):  # type: ignore[no-untyped-def]
-            nonlocal pages
-            normed = _norm(read, weights.mixer_norm, static)
-            mixed, pages, rows[i] = step(weights.mixer, normed, pages, rows[i], parts, at, static)
-            return mixed
-
-        def feed_forward(read, weights=weights, layer=layer):  # type: ignore[no-untyped-def]
-            normed = _norm(read, weights.mlp_norm, static)
-            if layer.mlp == "dense":
-                return mlp.dense(weights.mlp, normed, static)
-            return mlp.moe(weights.mlp, normed, at.token_ids_t, static)
-
-        x = _add(x, weights.mixer_streams, mix, static)
-        x = _add(x, weights.mlp_streams, feed_forward, static)
-    ended = x if config.streams is None else streams.end(params.end, x, static)
-    hidden = _norm(ended, params.norm, static)
+        read, written = streams.enter(weights.mixer_streams, x, static)
+        normed, parts = _norm(read, weights.mixer_norm, static), static.layout.layers[i]
+        mixed, pages, rows[i] = MIXERS[layer.mixer].mix(
+            weights.mixer, normed, pages, rows[i], parts, at, static
+        )
+        x = static.replicated(streams.leave(x, mixed, written, static))
+        read, written = streams.enter(weights.mlp_streams, x, static)
+        normed = _norm(read, weights.mlp_norm, static)
+        if layer.mlp == "dense":
+            out = mlp.dense(weights.mlp, normed, static)
+        else:
+            out = mlp.moe(weights.mlp, normed, at.token_ids_t, static)
+        x = static.replicated(streams.leave(x, out, written, static))
+    hidden = _norm(streams.end(params.end, x, static), params.norm, static)
     return hidden, x if config.mtp_streams else hidden, pages, tuple(rows)
-
-
-def _add(x, stream_weights, block, static):  # type: ignore[no-untyped-def]
-    """The residual after a block: added to, or mixed where there are streams."""
-    if stream_weights is None:
-        return static.replicated(x + block(x))
-    read, written = streams.enter(stream_weights, x, static)
-    return static.replicated(streams.leave(x, block(read), *written, static))
 
 
 def _run_tiles(

@@ -3,10 +3,10 @@
 A mixer's module has:
 - `declare(config, plan, layer, prefix)`: its weights, a tree of ParamSpec;
 - `cache_parts(config, plan, layer, page_tokens, *, mtp)`: what it keeps in a page and in a row (LayerParts);
-- `tile(weights, x_th, pages_rnw, row, parts, at, static)` and `tokens(…)`: its output and the pages and the row
-  after one tile of one sequence, and after one token each of several;
-- where it can stand in an MTP layer, `write_tile` and `write_tokens`: as these, but they only keep what later tokens
-  need, and return (pages_rnw, row).
+- `mix(weights, x, pages_rnw, row, parts, at, static)`: its output and the pages and the row after one tile of one
+  sequence (`at` is a Tile) or one token each of several (Tokens; model/layers/context.py);
+- where it can stand in an MTP layer, `write(…)`: as `mix`, but it only keeps what later tokens need, and returns
+  (pages_rnw, row).
 
 One module may serve several names: `layer` says which it is.
 """

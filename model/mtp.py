@@ -7,14 +7,12 @@ from a zero state and nothing ever attends to it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from model.decoder import MtpWeights
 from model.layers import streams
-from model.layers.context import Tile
+from model.layers.context import Tile, Tokens
 from model.layers.linear import linear, rms_norm
 from model.mixers import MIXERS
 from model.state import Row
@@ -43,9 +41,8 @@ def mtp_combined(
 def mtp_input(weights: MtpWeights, combined: jax.Array, static: Static) -> jax.Array:
     """What the MTP layer's mixer reads, normed: [T, H]."""
     config, layer = static.config, weights.layers[0]
-    if layer.mixer_streams is not None:
-        combined, _ = streams.enter(layer.mixer_streams, combined, static)
-    return rms_norm(combined, layer.mixer_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
+    read, _ = streams.enter(layer.mixer_streams, combined, static)
+    return rms_norm(read, layer.mixer_norm, config.norm_eps, zero_centred=config.zero_centred_norms)
 
 
 def write_mtp(
@@ -55,7 +52,7 @@ def write_mtp(
     pages_rnw: jax.Array,
     rows: tuple[Row, ...],
     positions_t: jax.Array,
-    at: Any,
+    at: Tile | Tokens,
     static: Static,
 ) -> tuple[jax.Array, tuple[Row, ...]]:
     """Keeps what the MTP layer needs of tokens whose predecessors left `previous_hidden`. -> (pages_rnw, rows)"""
@@ -63,8 +60,8 @@ def write_mtp(
     assert config.mtp_layer is not None
     combined = mtp_combined(weights, embedded_th, previous_hidden, positions_t, static)
     read = mtp_input(weights, combined, static)
-    mixer, index = MIXERS[config.mtp_layer.mixer], len(config.layers)
-    write = mixer.write_tile if isinstance(at, Tile) else mixer.write_tokens
-    parts = static.layout.layers[index]
-    pages_rnw, row = write(weights.layers[0].mixer, read, pages_rnw, rows[index], parts, at, static)
+    index = len(config.layers)
+    pages_rnw, row = MIXERS[config.mtp_layer.mixer].write(
+        weights.layers[0].mixer, read, pages_rnw, rows[index], static.layout.layers[index], at, static
+    )
     return pages_rnw, (*rows[:index], row, *rows[index + 1 :])

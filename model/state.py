@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model.cache_layout import CacheLayout
 from model.params import MESH_AXIS
 from model.static import Static
 from pallas_kernels import row_copy
@@ -93,7 +94,7 @@ def make_state(static: Static, n_pages: int, n_slots: int) -> DeviceState:
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
 
 
-def state_bytes_per_rank(static: Static, n_slots: int) -> int:
+def state_bytes_per_rank(layout: CacheLayout, vocab_size: int, n_slots: int) -> int:
     """Bytes of everything but the pages on one rank: rows and samplers."""
-    sampler = n_slots * static.config.vocab_size * (4 + 1 + 4) + 4 * n_slots
-    return n_slots * static.layout.active_row_bytes + sampler
+    sampler = n_slots * vocab_size * (4 + 1 + 4) + 4 * n_slots
+    return n_slots * layout.active_row_bytes + sampler

@@ -203,7 +203,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         decode_buckets_rows=setup.decode_buckets_rows,
         mode=options.schedule,
         page_bytes=layout.page_bytes * layout.ranks,
-        row_image_bytes=state_bytes_per_rank(static, 1) * layout.ranks,
+        row_image_bytes=state_bytes_per_rank(layout, setup.config.vocab_size, 1) * layout.ranks,
         swap_capacity_bytes=_swap_bytes(options),
     )
     identity = identity_of(static, setup.grid_tokens, options.model_dir)
@@ -335,7 +335,7 @@ def _needs(setup: _Setup, memory: tuple[int, str], temporary_bytes: int) -> Memo
         memory_source=source,
         weights_bytes=bytes_per_rank(setup.specs, static.plan, jnp.dtype(layout.entry_dtype)),
         temporary_bytes=temporary_bytes,
-        row_bytes=state_bytes_per_rank(static, 1),
+        row_bytes=state_bytes_per_rank(layout, setup.config.vocab_size, 1),
         n_slots=options.max_concurrency + 1,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,

@@ -21,14 +21,13 @@ from cache_tiers.prefix_cache import PrefixCache
 from runtime.api_errors import ApiError, invalid_value, unavailable
 from runtime.faults import FaultRule
 from runtime.generation import Backend
-from runtime.http_guard import Access, Handler
+from runtime.http_guard import Access, Route
 from runtime.json_body import Fields, check_token_ids, decode_object
 from runtime.request import EngineStopped
 from runtime.serve_request import TextPrompts
 
 DEMOTE_S, DEMOTE_POLL_S = 60.0, 0.02
 DEFAULT_TRACE_S, MOST_TRACE_S = 5.0, 60.0
-Route = tuple[str, str, Handler, Access]
 
 
 class AdminRoutes:

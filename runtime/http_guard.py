@@ -52,6 +52,10 @@ class Access(Enum):
     KEY = "key"
 
 
+# Method, path, handler and who may call it.
+Route = tuple[str, str, Handler, Access]
+
+
 @dataclass(frozen=True)
 class GuardRules:
     """`hosts` None accepts any Host header. Keys are kept as digests, so their lengths do not show either."""

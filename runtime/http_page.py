@@ -17,7 +17,7 @@ from aiohttp import web
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.api_errors import unavailable
 from runtime.generation import Backend
-from runtime.http_guard import Access, Handler
+from runtime.http_guard import Access, Route
 from runtime.request import EngineStopped
 
 FOLDER = Path(__file__).parent / "ui"
@@ -27,7 +27,6 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
 }
-Route = tuple[str, str, Handler, Access]
 
 
 class PageRoutes:

@@ -24,7 +24,7 @@ from runtime.anthropic_protocol import parse_count_tokens, parse_messages
 from runtime.api_errors import ApiError, internal_error, invalid_json, unavailable
 from runtime.generation import Backend, Generation
 from runtime.http_admin import AdminRoutes
-from runtime.http_guard import API_KEY, LOG_FACTS, REQUEST_ID, Access, Guard, Handler
+from runtime.http_guard import API_KEY, LOG_FACTS, REQUEST_ID, Access, Guard, Handler, Route
 from runtime.http_page import PageRoutes
 from runtime.http_status import StatusRoutes, json_response
 from runtime.json_body import decode_object
@@ -112,7 +112,7 @@ class HttpServer:
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guard.middleware], client_max_size=self._max_body_bytes)
         app.on_response_prepare.append(self._guard.add_headers)
-        routes: tuple[tuple[str, str, Handler, Access], ...] = (
+        routes: tuple[Route, ...] = (
             ("POST", "/v1/messages/count_tokens", self.count_tokens, Access.KEY),
             ("POST", "/tokenize", self.tokenize, Access.KEY),
             ("POST", "/v1/tokenize", self.tokenize, Access.KEY),

@@ -12,12 +12,10 @@ import msgspec
 from aiohttp import web
 
 from runtime.api_errors import unavailable
-from runtime.http_guard import Access, Handler
+from runtime.http_guard import Access, Route
 from runtime.metrics import CONTENT_TYPE, ServerMetrics
 from runtime.openapi import openapi_document
 from runtime.server_state import ServerState
-
-Route = tuple[str, str, Handler, Access]
 
 
 class StatusRoutes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from cache_tiers.policy import POLICIES
+from runtime.chips import CHIPS
 from runtime.config_file import ConfigError, with_config
 from runtime.folders import compiled_folder
 from runtime.http_guard import is_loopback
@@ -28,7 +29,6 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
 _UNIT_BYTES = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MESH = re.compile(r"tp([1-9]\d{0,3})")
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
-PLANNED_CHIPS = ("h100", "h200", "b200", "rtx-pro-6000", "cpu")
 Schedule = Literal["balanced", "prefill", "decode"]
 
 
@@ -275,7 +275,7 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--plan-only", action="store_true", help="print the memory plan and exit")
     add(
         "--plan-for",
-        choices=PLANNED_CHIPS,
+        choices=CHIPS,
         help="with --plan-only: plan for chips that are not here, from config.json alone",
     )
     add(

@@ -13,31 +13,12 @@ from model.cache_layout import CacheLayout, cache_layout
 from model.config import ModelConfig, load_config
 from model.decoder import declare_decoder
 from model.params import Plan, bytes_per_rank
+from model.state import state_bytes_per_rank
+from runtime.chips import Chip
 from runtime.memory_plan import size_text
 
-GIB = 1024**3
 USABLE_SHARE = 0.9
 CONVERSATIONS_TOKENS = (8 * 1024, 128 * 1024, 1024 * 1024)
-SAMPLER_BYTES_PER_TOKEN = 4 + 1 + 4
-"""Of a slot, for each token of the vocabulary."""
-
-
-@dataclass(frozen=True)
-class Chip:
-    """`memory_bytes` None: a quarter of this machine's memory, shared by the ranks."""
-
-    title: str
-    memory_bytes: int | None
-    dtype: str
-
-
-CHIPS = {
-    "h100": Chip("NVIDIA H100, 80 GB", 80 * GIB, "bfloat16"),
-    "h200": Chip("NVIDIA H200, 141 GB", 141 * 10**9, "bfloat16"),
-    "b200": Chip("NVIDIA B200, 180 GB", 180 * 10**9, "bfloat16"),
-    "rtx-pro-6000": Chip("NVIDIA RTX PRO 6000, 96 GB", 96 * 10**9, "bfloat16"),
-    "cpu": Chip("this machine's CPU", None, "float32"),
-}
 
 
 @dataclass(frozen=True)
@@ -142,7 +123,7 @@ def plan_for(
         memory_bytes,
         bytes_per_rank(declare_decoder(config, plan), plan, kind),
         _temporary_bytes(config, plan, kind, prefill_tokens, max_concurrency),
-        layout.active_row_bytes + SAMPLER_BYTES_PER_TOKEN * config.vocab_size + 4,
+        state_bytes_per_rank(layout, config.vocab_size, 1),
         max_concurrency + 1,
     )
 

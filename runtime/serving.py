@@ -25,6 +25,7 @@ from aiohttp import web
 
 from cache_tiers.counters import CacheCounters
 from model.hub import HubError
+from runtime.chips import CHIPS
 from runtime.constraints import ConstraintCompiler
 from runtime.generation import Backend, Generator
 from runtime.http_guard import Guard, guard_rules
@@ -289,7 +290,7 @@ def _print_plan(options: ServerOptions) -> int:
 def _print_plan_for(options: ServerOptions, model_dir: Path) -> int:
     """For chips that are not here; 1 where the model does not fit."""
     from runtime.engine_builder import host_memory_bytes
-    from runtime.plan_for import CHIPS, plan_for
+    from runtime.plan_for import plan_for
 
     chip = CHIPS[str(options.plan_for)]
     plan = plan_for(

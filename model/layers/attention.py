@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from model.cache_layout import Component, LayerParts
 from model.config import LayerConfig, ModelConfig
 from model.layers.context import Rotation, Tile, Tokens
+from model.layers.in_place import page_slots, tile_pages
 from model.layers.linear import linear, rms_norm, rotate
 from model.params import MESH_AXIS, ParamSpec, Piece, Plan, direct, rows, vector
 from model.state import Row
@@ -128,98 +127,52 @@ def finish(weights: AttentionWeights, attended: jax.Array, gate: jax.Array | Non
     return linear(attended.reshape(*attended.shape[:2], -1), weights.out, contract=2)
 
 
-def tile(
+def mix(
     weights: AttentionWeights,
-    x_th: jax.Array,
+    x: jax.Array,
     pages_rnw: jax.Array,
     row: Row,
     parts: LayerParts,
-    at: Tile,
+    at: Tile | Tokens,
     static: Static,
 ) -> tuple[jax.Array, jax.Array, Row]:
-    """One tile of one sequence: writes its entries, attends to all before and itself (model/mixers.py)."""
-    where = _where(parts, static)
-
-    def local(q, k, v, pages, table, start):  # type: ignore[no-untyped-def]
-        pages = _write_tile(pages[0], k, v, table, start, where)
-        out = paged_attention.prefill(q, pages, table, start, scale=static.config.attention.scale, **where)
-        return out, pages[None]
-
-    out, pages_rnw = _attend(weights, x_th, pages_rnw, at.page_table_p, at.start_tokens, at, local, static)
-    return out, pages_rnw, row
-
-
-def tokens(
-    weights: AttentionWeights,
-    x_bh: jax.Array,
-    pages_rnw: jax.Array,
-    row: Row,
-    parts: LayerParts,
-    at: Tokens,
-    static: Static,
-) -> tuple[jax.Array, jax.Array, Row]:
-    """One token of each of several sequences (model/mixers.py)."""
-    where = _where(parts, static)
-
-    def local(q, k, v, pages, table, position):  # type: ignore[no-untyped-def]
-        pages = _write_tokens(pages[0], k, v, table, position, where)
-        out = paged_attention.decode(
-            q, pages, table, position + 1, scale=static.config.attention.scale, **where
-        )
-        return out, pages[None]
-
-    out, pages_rnw = _attend(weights, x_bh, pages_rnw, at.page_table_bp, at.position_b, at, local, static)
-    return out, pages_rnw, row
-
-
-def _attend(weights, x, pages_rnw, table, position, at, local, static):  # type: ignore[no-untyped-def]
+    """Writes the tokens' entries, attends to all before and themselves (model/mixers.py)."""
+    where, scale = _where(parts, static), static.config.attention.scale
     q, k, v, gate = project(weights, x, at.rotations["main"], static)
+
+    def local(q, k, v, pages, at):  # type: ignore[no-untyped-def]
+        pages = _keep(pages[0], k, v, at, where)
+        if isinstance(at, Tile):
+            out = paged_attention.prefill(q, pages, at.page_table_p, at.start_tokens, scale=scale, **where)
+        else:
+            out = paged_attention.decode(q, pages, at.page_table_bp, at.position_b + 1, scale=scale, **where)
+        return out, pages[None]
+
     heads = static.plan.spec(None, "heads")
     attended, pages_rnw = static.on_each_rank(
-        local, (heads, heads, heads, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES)
-    )(q, k, v, pages_rnw, table, position)
-    return finish(weights, attended, gate), pages_rnw
+        local, (heads, heads, heads, PAGES, EVERYWHERE), (heads, PAGES)
+    )(q, k, v, pages_rnw, at)
+    return finish(weights, attended, gate), pages_rnw, row
 
 
-def write_tile(
+def write(
     weights: AttentionWeights,
-    x_th: jax.Array,
+    x: jax.Array,
     pages_rnw: jax.Array,
     row: Row,
     parts: LayerParts,
-    at: Tile,
+    at: Tile | Tokens,
     static: Static,
 ) -> tuple[jax.Array, Row]:
-    """Writes a tile's entries and attends to nothing (model/mixers.py)."""
-    start, table = at.start_tokens, at.page_table_p
-    return _write(weights, x_th, pages_rnw, table, start, parts, at, _write_tile, static), row
-
-
-def write_tokens(
-    weights: AttentionWeights,
-    x_bh: jax.Array,
-    pages_rnw: jax.Array,
-    row: Row,
-    parts: LayerParts,
-    at: Tokens,
-    static: Static,
-) -> tuple[jax.Array, Row]:
-    """As `write_tile`, one token of each of several sequences."""
-    position, table = at.position_b, at.page_table_bp
-    return _write(weights, x_bh, pages_rnw, table, position, parts, at, _write_tokens, static), row
-
-
-def _write(weights, x, pages_rnw, table, position, parts, at, write, static):  # type: ignore[no-untyped-def]
+    """Writes the tokens' entries and attends to nothing (model/mixers.py)."""
     k, v = project_entries(weights, x, at.rotations["main"], static)
     where = _where(parts, static)
 
-    def local(k, v, pages, table, position):  # type: ignore[no-untyped-def]
-        return write(pages[0], k, v, table, position, where)[None]
+    def local(k, v, pages, at):  # type: ignore[no-untyped-def]
+        return _keep(pages[0], k, v, at, where)[None]
 
     heads = static.plan.spec(None, "heads")
-    return static.on_each_rank(local, (heads, heads, PAGES, EVERYWHERE, EVERYWHERE), PAGES)(
-        k, v, pages_rnw, table, position
-    )
+    return static.on_each_rank(local, (heads, heads, PAGES, EVERYWHERE), PAGES)(k, v, pages_rnw, at), row
 
 
 def _where(parts: LayerParts, static: Static) -> dict[str, Any]:
@@ -230,13 +183,10 @@ def _where(parts: LayerParts, static: Static) -> dict[str, Any]:
     }
 
 
-def _write_tile(pages, k, v, table_p, start, where):  # type: ignore[no-untyped-def]
+def _keep(pages, k, v, at, where):  # type: ignore[no-untyped-def]
     page_tokens = where["page_tokens"]
-    ids = lax.dynamic_slice_in_dim(table_p, start // page_tokens, k.shape[0] // page_tokens)
-    return paged_attention.write_tile(pages, k, v, ids, **where)
-
-
-def _write_tokens(pages, k, v, table_bp, position_b, where):  # type: ignore[no-untyped-def]
-    page_tokens = where["page_tokens"]
-    ids = jnp.take_along_axis(table_bp, (position_b // page_tokens)[:, None], axis=1)[:, 0]
-    return paged_attention.write_tokens(pages, k, v, ids, position_b % page_tokens, **where)
+    if isinstance(at, Tile):
+        ids = tile_pages(at.page_table_p, at.start_tokens, k.shape[0], page_tokens)
+        return paged_attention.write_tile(pages, k, v, ids, **where)
+    ids, slots_in_page = page_slots(at.page_table_bp, at.position_b, page_tokens)
+    return paged_attention.write_tokens(pages, k, v, ids, slots_in_page, **where)

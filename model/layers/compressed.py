@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from model.cache_layout import Component, LayerParts, RowPart
 from model.config import CompressedConfig, LayerConfig, ModelConfig
+from model.layers import pool_index
 from model.layers.compressor import (
     Compressor,
     CompressorWeights,
@@ -27,12 +28,12 @@ from model.layers.compressor import (
     declare_compressor,
 )
 from model.layers.context import Tile, Tokens
-from model.layers.in_place import after, set_entries
+from model.layers.in_place import after, set_entries, tile_pages
 from model.layers.linear import linear, rms_norm, rotate_last_pairs
 from model.params import MESH_AXIS, ParamSpec, Plan, direct, vector, whole
 from model.state import Row
 from model.static import Static
-from pallas_kernels import compressed_attention, latent_attention
+from pallas_kernels import compressed_attention
 
 PAGES, EVERYWHERE = PartitionSpec(MESH_AXIS), PartitionSpec()
 WINDOW = "window"
@@ -162,33 +163,17 @@ def _finish(weights, attended_thx, rotation, static):  # type: ignore[no-untyped
     return linear(narrow.astype(turned.dtype), weights.out, contract=2)
 
 
-def tile(
+def mix(
     weights: CompressedWeights,
-    x_th: jax.Array,
+    x: jax.Array,
     pages_rnw: jax.Array,
     row: Row,
     parts: LayerParts,
-    at: Tile,
+    at: Tile | Tokens,
     static: Static,
 ) -> tuple[jax.Array, jax.Array, Row]:
-    """One tile of one sequence (model/mixers.py)."""
-    return _mix(weights, x_th, pages_rnw, row, parts, at, static, _tile_on_rank)
-
-
-def tokens(
-    weights: CompressedWeights,
-    x_bh: jax.Array,
-    pages_rnw: jax.Array,
-    row: Row,
-    parts: LayerParts,
-    at: Tokens,
-    static: Static,
-) -> tuple[jax.Array, jax.Array, Row]:
-    """One token of each of several sequences (model/mixers.py)."""
-    return _mix(weights, x_bh, pages_rnw, row, parts, at, static, _tokens_on_rank)
-
-
-def _mix(weights, x, pages_rnw, row, parts, at, static, on_rank):  # type: ignore[no-untyped-def]
+    """Keeps the tokens' entries, attends to the window and to what is compressed (model/mixers.py)."""
+    on_rank = _tile_on_rank if isinstance(at, Tile) else _tokens_on_rank
     mixer = _mixer_of(parts)
     rotation = at.rotations["window" if mixer == "sliding" else "compressed"]
     q, entry, latent = _project(weights, x, rotation, static)
@@ -198,10 +183,8 @@ def _mix(weights, x, pages_rnw, row, parts, at, static, on_rank):  # type: ignor
     )
     index = None
     if weights.index_query is not None:
-        settings = static.config.compressed.index
-        head_weights = linear(x.astype(jnp.float32), weights.index_head_weights)
         index_q = rotate_last_pairs(linear(latent, weights.index_query), rotation)
-        index = (index_q, head_weights * jnp.float32(settings.n_heads**-0.5))
+        index = index_q, pool_index.head_weights(x, weights.index_head_weights)
 
     def local(q, sink, entry, given, compressors, index, pages, row, at):  # type: ignore[no-untyped-def]
         out, pages, row = on_rank(
@@ -219,16 +202,12 @@ def _mix(weights, x, pages_rnw, row, parts, at, static, on_rank):  # type: ignor
     return _finish(weights, attended, rotation, static), pages_rnw, row
 
 
-def write_tile(weights, x_th, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
-    """Keeps a tile's window and attends to nothing, in an MTP layer, which is a sliding one (model/mixers.py)."""
-    entry = _entry(weights, x_th, at.rotations["window"], static)
-    return pages_rnw, {WINDOW: _ring_after_tile(row[WINDOW], entry, at)}
-
-
-def write_tokens(weights, x_bh, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
-    """As `write_tile`, one token of each of several sequences."""
-    entry = _entry(weights, x_bh, at.rotations["window"], static)
-    return pages_rnw, {WINDOW: _ring_after_tokens(row[WINDOW], entry, at)}
+def write(weights, x, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
+    """Keeps the window and attends to nothing, in an MTP layer, which is a sliding one (model/mixers.py)."""
+    ring_after = _ring_after_tile if isinstance(at, Tile) else _ring_after_tokens
+    return pages_rnw, {
+        WINDOW: ring_after(row[WINDOW], _entry(weights, x, at.rotations["window"], static), at)
+    }
 
 
 def _ring_after_tile(ring_swx, entry_tx, at):  # type: ignore[no-untyped-def]
@@ -256,7 +235,7 @@ def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, part
     near_position = at.start_tokens - n_w + jnp.arange(n_w + n_t, dtype=jnp.int32)
     back = positions[:, None] - near_position
     near_valid = (near_position >= 0) & (back >= 0) & (back < n_w)
-    ids = lax.dynamic_slice_in_dim(at.page_table_p, at.start_tokens // page_tokens, n_t // page_tokens)
+    ids = tile_pages(at.page_table_p, at.start_tokens, n_t, page_tokens)
     for compressor, weight, both in zip(_compressors(compressed, mixer), weights, given, strict=True):
         pages, row = compress_tile(compressor, weight, both, pages, row, ids, parts, at, static)
     far = None
@@ -297,20 +276,17 @@ def _far(mixer, index, pages, own_table, table_bp, positions, parts, static) -> 
     if mixer == "compressed_heavy":
         n_entries = (positions + 1) // compressed.heavy_tokens
         return compressed_attention.Far(pages, own_table, n_entries_b=n_entries, **where)
-    keys, (index_q, head_weights) = parts.component("index keys"), index
     n_entries = (positions + 1) // compressed.sparse_tokens
-    scores = latent_attention.index_scores(
-        index_q,
-        head_weights,
+    # Entries instead of tokens are chosen: pools of one, the query standing at the last complete one.
+    chosen = pool_index.choose(
+        index,
         pages,
         table_bp,
         n_entries,
-        offset_words=keys.offset_words,
-        page_pools=keys.shape[0],
-        scale=compressed.index.head_dim**-0.5,
-        backend=static.backend,
-    )
-    chosen = latent_attention.chosen_positions(
-        scores, n_entries - 1, pool_tokens=1, most_pools=compressed.index.most_pools, backend=static.backend
+        n_entries - 1,
+        1,
+        parts.component("index keys"),
+        compressed.index,
+        static,
     )
     return compressed_attention.Far(pages, own_table, chosen_bk=chosen, **where)

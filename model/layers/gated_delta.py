@@ -177,4 +177,4 @@ def _finish(
     return linear(gated.reshape(*gated.shape[:2], -1), weights.out, contract=2)
 
 
-tile, tokens = recurrence.mixer(_heads, _project, _finish)
+mix = recurrence.mixer(_heads, _project, _finish)

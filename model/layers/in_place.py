@@ -40,6 +40,13 @@ def set_entries(
     return lax.fori_loop(zero, n_rows, put, rows)
 
 
+def tile_pages(
+    page_table_p: jax.Array, start_tokens: jax.Array, n_tokens: int, page_tokens: int
+) -> jax.Array:
+    """The page ids of a tile."""
+    return lax.dynamic_slice_in_dim(page_table_p, start_tokens // page_tokens, n_tokens // page_tokens)
+
+
 def page_slots(
     page_table_bp: jax.Array, index_b: jax.Array, page_entries: int
 ) -> tuple[jax.Array, jax.Array]:

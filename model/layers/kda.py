@@ -130,4 +130,4 @@ def _finish(weights, out, gate, dtype, eps):  # type: ignore[no-untyped-def]
     return linear((normed * jax.nn.sigmoid(gate)).astype(dtype), weights.out, contract=2)
 
 
-tile, tokens = recurrence.mixer(_heads, _project, _finish)
+mix = recurrence.mixer(_heads, _project, _finish)

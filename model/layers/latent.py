@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec
 
 from model.cache_layout import Component, LayerParts, RowPart
 from model.config import IndexConfig, LayerConfig, ModelConfig
+from model.layers import pool_index
 from model.layers.context import Tile, Tokens
-from model.layers.in_place import page_slots, set_entries
+from model.layers.in_place import page_slots, set_entries, tile_pages
 from model.layers.linear import layer_norm, linear, rms_norm
 from model.params import MESH_AXIS, ParamSpec, Plan, direct, vector, whole
 from model.state import Row
@@ -120,7 +121,6 @@ def _declare_index(index: IndexConfig, hidden: int, rank: int, prefix: str) -> I
         key_norm_bias=vector(f"{prefix}k_norm.bias", dim, "zeros"),
         gate=whole(f"{prefix}index_kpool_compress_gate", dim, hidden),
         gate_bias=whole(f"{prefix}index_kpool_compress_ape", index.pool_tokens, dim, keep_float32=True),
-        # Near ties at the edge of what is chosen are decided by rounding.
         head_weights=whole(f"{prefix}weights_proj.weight", heads, hidden, keep_float32=True),
     )
 
@@ -164,90 +164,59 @@ def _index_parts(weights: IndexWeights, x: jax.Array) -> jax.Array:
     return jnp.stack([key, linear(x, weights.gate)])
 
 
-def _index_queries(weights: IndexWeights, x: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """q_bie, and in float32 the weight of each index head [T, i]."""
-    head_weights = linear(x.astype(jnp.float32), weights.head_weights) * jnp.float32(
-        weights.head_weights.shape[0] ** -0.5
-    )
-    return linear(source, weights.query), head_weights
-
-
-def tile(
+def mix(
     weights: LatentWeights,
-    x_th: jax.Array,
+    x: jax.Array,
     pages_rnw: jax.Array,
     row: Row,
     parts: LayerParts,
-    at: Tile,
+    at: Tile | Tokens,
     static: Static,
 ) -> tuple[jax.Array, jax.Array, Row]:
-    """One tile of one sequence (model/mixers.py)."""
-    return _mix(weights, x_th, pages_rnw, row, parts, at, static, _attend_tile, _keep_tile)
-
-
-def tokens(
-    weights: LatentWeights,
-    x_bh: jax.Array,
-    pages_rnw: jax.Array,
-    row: Row,
-    parts: LayerParts,
-    at: Tokens,
-    static: Static,
-) -> tuple[jax.Array, jax.Array, Row]:
-    """One token of each of several sequences (model/mixers.py)."""
-    return _mix(weights, x_bh, pages_rnw, row, parts, at, static, _attend_tokens, _keep_tokens)
-
-
-def _mix(weights, x, pages_rnw, row, parts, at, static, attend, keep):  # type: ignore[no-untyped-def]
-    entry = _entries(weights, x, static)
+    """Keeps the tokens' entries and index parts, attends to what is before and themselves (model/mixers.py)."""
     q, source = _queries(weights, x, static)
-    index = None
-    if weights.index is not None:
-        index = (_index_parts(weights.index, x), weights.index.gate_bias)
-        index_query = _index_queries(weights.index, x, source)
-    else:
-        index_query = None
+    index_query = None
+    if (index := weights.index) is not None:
+        index_query = linear(source, index.query), pool_index.head_weights(x, index.head_weights)
 
-    def local(q, entry, index, index_query, pages, row, at):  # type: ignore[no-untyped-def]
-        pages, row = keep(pages[0], row, entry, index, parts, at, static, mtp=False)
-        return attend(q, index_query, pages, parts, at, static), pages[None], row
+    def local(q, kept, index_query, pages, row, at):  # type: ignore[no-untyped-def]
+        pages, row = _keep(pages[0], row, *kept, parts, at, static, mtp=False)
+        return _attend(q, index_query, pages, parts, at, static), pages[None], row
 
     heads = static.plan.spec(None, "latent_heads")
     attended, pages_rnw, row = static.on_each_rank(
-        local, (heads, *(EVERYWHERE,) * 3, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES, EVERYWHERE)
-    )(q, entry, index, index_query, pages_rnw, row, at)
+        local, (heads, EVERYWHERE, EVERYWHERE, PAGES, EVERYWHERE, EVERYWHERE), (heads, PAGES, EVERYWHERE)
+    )(q, _kept(weights, x, static), index_query, pages_rnw, row, at)
     return _finish(weights, attended, static), pages_rnw, row
 
 
-def write_tile(weights, x_th, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
-    """Keeps a tile's entries and index parts and attends to nothing, in an MTP layer (model/mixers.py)."""
-    return _write(weights, x_th, pages_rnw, row, parts, at, static, _keep_tile)
+def write(weights, x, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
+    """Keeps the tokens' entries and index parts and attends to nothing, in an MTP layer (model/mixers.py)."""
 
-
-def write_tokens(weights, x_bh, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
-    """As `write_tile`, one token of each of several sequences."""
-    return _write(weights, x_bh, pages_rnw, row, parts, at, static, _keep_tokens)
-
-
-def _write(weights, x, pages_rnw, row, parts, at, static, keep):  # type: ignore[no-untyped-def]
-    entry = _entries(weights, x, static)
-    index = None if weights.index is None else (_index_parts(weights.index, x), weights.index.gate_bias)
-
-    def local(entry, index, pages, row, at):  # type: ignore[no-untyped-def]
-        pages, row = keep(pages[0], row, entry, index, parts, at, static, mtp=True)
+    def local(kept, pages, row, at):  # type: ignore[no-untyped-def]
+        pages, row = _keep(pages[0], row, *kept, parts, at, static, mtp=True)
         return pages[None], row
 
-    return static.on_each_rank(
-        local, (EVERYWHERE, EVERYWHERE, PAGES, EVERYWHERE, EVERYWHERE), (PAGES, EVERYWHERE)
-    )(entry, index, pages_rnw, row, at)
+    return static.on_each_rank(local, (EVERYWHERE, PAGES, EVERYWHERE, EVERYWHERE), (PAGES, EVERYWHERE))(
+        _kept(weights, x, static), pages_rnw, row, at
+    )
+
+
+def _kept(weights, x, static):  # type: ignore[no-untyped-def]
+    """What the cache keeps of tokens: their entries, and with an index (their parts of its keys, the gate's bias)."""
+    index = None if weights.index is None else (_index_parts(weights.index, x), weights.index.gate_bias)
+    return _entries(weights, x, static), index
+
+
+def _keep(pages, row, entry, index, parts, at, static, *, mtp):  # type: ignore[no-untyped-def]
+    keep = _keep_tile if isinstance(at, Tile) else _keep_tokens
+    return keep(pages, row, entry, index, parts, at, static, mtp=mtp)
 
 
 def _keep_tile(pages, row, entry_tx, index, parts, at, static, *, mtp):  # type: ignore[no-untyped-def]
     """Writes the tile's entries and the keys of the pools that end in it; leaves the open pool in the row."""
     page_tokens = static.layout.page_tokens
-    ids = lax.dynamic_slice_in_dim(
-        at.page_table_p, at.start_tokens // page_tokens, entry_tx.shape[0] // page_tokens
-    )
+    ids = tile_pages(at.page_table_p, at.start_tokens, entry_tx.shape[0], page_tokens)
     pages = latent_attention.write_tile(
         pages,
         entry_tx,
@@ -328,44 +297,27 @@ def _where(parts: LayerParts, static: Static) -> dict[str, Any]:
     )
 
 
-def _attend_tile(q_thx, index_query, pages, parts, at, static):  # type: ignore[no-untyped-def]
-    if index_query is None:
-        return latent_attention.prefill(
-            q_thx, pages, at.page_table_p, at.start_tokens, **_where(parts, static)
-        )
-    n_t = q_thx.shape[0]
-    table = jnp.broadcast_to(at.page_table_p, (n_t, at.page_table_p.shape[0]))
-    positions = at.start_tokens + jnp.arange(n_t, dtype=jnp.int32)
-    return _attend_chosen(q_thx, index_query, pages, table, positions, parts, static)
-
-
-def _attend_tokens(q_bhx, index_query, pages, parts, at, static):  # type: ignore[no-untyped-def]
-    if index_query is None:
-        return latent_attention.decode(
-            q_bhx, pages, at.page_table_bp, at.position_b + 1, **_where(parts, static)
-        )
-    return _attend_chosen(q_bhx, index_query, pages, at.page_table_bp, at.position_b, parts, static)
-
-
-def _attend_chosen(q, index_query, pages, table, positions, parts, static):  # type: ignore[no-untyped-def]
-    index, keys = static.config.latent.index, parts.component(INDEX_KEYS)
-    index_q, head_weights = index_query
-    scores = latent_attention.index_scores(
-        index_q,
-        head_weights,
+def _attend(q, index_query, pages, parts, at, static):  # type: ignore[no-untyped-def]
+    where = _where(parts, static)
+    if isinstance(at, Tile):
+        if index_query is None:
+            return latent_attention.prefill(q, pages, at.page_table_p, at.start_tokens, **where)
+        table = jnp.broadcast_to(at.page_table_p, (q.shape[0], at.page_table_p.shape[0]))
+        positions = at.start_tokens + jnp.arange(q.shape[0], dtype=jnp.int32)
+    else:
+        table, positions = at.page_table_bp, at.position_b
+        if index_query is None:
+            return latent_attention.decode(q, pages, table, positions + 1, **where)
+    index, pool = static.config.latent.index, static.config.latent.index.pool_tokens
+    chosen = pool_index.choose(
+        index_query,
         pages,
         table,
-        (positions + 1) // index.pool_tokens,
-        offset_words=keys.offset_words,
-        page_pools=keys.shape[0],
-        scale=index.head_dim**-0.5,
-        backend=static.backend,
-    )
-    chosen = latent_attention.chosen_positions(
-        scores,
+        (positions + 1) // pool,
         positions,
-        pool_tokens=index.pool_tokens,
-        most_pools=index.most_pools,
-        backend=static.backend,
+        pool,
+        parts.component(INDEX_KEYS),
+        index,
+        static,
     )
-    return latent_attention.attend_chosen(q, pages, table, chosen, **_where(parts, static))
+    return latent_attention.attend_chosen(q, pages, table, chosen, **where)

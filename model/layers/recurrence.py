@@ -61,7 +61,7 @@ def _split_conv(y: jax.Array, heads: Heads, keys: int) -> tuple[jax.Array, jax.A
 
 
 def mixer(heads_of: Callable[..., Heads], project: Callable[..., Any], finish: Callable[..., Any]) -> Any:
-    """The functions `tile` and `tokens` (model/mixers.py) of a layer of this kind.
+    """The function `mix` (model/mixers.py) of a layer of this kind.
 
     `project(weights, x, static)` gives the convolution's inputs [T, k, c], the output's gate, and in float32 beta
     [T, k, r] and the log decay; `finish(weights, out_tkrv, gate, dtype, eps)` what the layer adds.
@@ -78,7 +78,7 @@ def mixer(heads_of: Callable[..., Heads], project: Callable[..., Any], finish: C
         out, row = advance(weights, x, row, at, static)
         return out, pages, row
 
-    return mix, mix
+    return mix
 
 
 def advance_tile(

@@ -1,7 +1,8 @@
-"""Residual streams mixed around every block (mHC): GLM-5.3-Flash and DeepSeek V4 (models.md section 2.2).
+"""How does a block read the residual, and what does it leave? A plain sum, or streams mixed around every block (mHC:
+GLM-5.3-Flash and DeepSeek V4; models.md section 2.2).
 
-A block reads a weighted sum of the streams and is written back into all of them, which are mixed by a doubly
-stochastic matrix on the way. The weights depend on the streams. All in float32.
+With streams a block reads a weighted sum of them and is written back into all, which are mixed by a doubly stochastic
+matrix on the way. The weights depend on the streams. All in float32.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _declare(prefix: str, n_out: int, n_in: int, n_scales: int) -> tuple[ParamSp
 
 
 def start(embedded_th: jax.Array, static: Static) -> jax.Array:
-    """The embedding in every stream: [T, n, H]."""
+    """The residual before the first block: the embedding, in every stream where there are any ([T, n, H])."""
+    if static.config.streams is None:
+        return embedded_th
     shape = (embedded_th.shape[0], static.config.streams.n, embedded_th.shape[1])
     return jnp.broadcast_to(embedded_th[:, None], shape)
 
@@ -70,11 +73,22 @@ def _projected(weights: StreamWeights | EndWeights, streams_tnh: jax.Array, stat
     return jnp.einsum("tx,yx->ty", normed, weights.project, precision="highest")
 
 
+Written = tuple[jax.Array, jax.Array] | None
+"""How a block is written back: (write_tn, mix_tnn), or None for a plain sum."""
+
+
+def enter(weights: StreamWeights | None, residual: jax.Array, static: Static) -> tuple[jax.Array, Written]:
+    """What a block reads [T, H], and how it is written back. `weights` is None with a plain residual."""
+    return (residual, None) if weights is None else _enter(weights, residual, static)
+
+
+def leave(residual: jax.Array, out_th: jax.Array, written: Written, static: Static) -> jax.Array:
+    """The residual after a block."""
+    return residual + out_th if written is None else _leave(residual, out_th, *written, static)
+
+
 @shared_trace
-def enter(
-    weights: StreamWeights, streams_tnh: jax.Array, static: Static
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """What a block reads [T, H], and how it is written back: (write_tn, mix_tnn)."""
+def _enter(weights: StreamWeights, streams_tnh: jax.Array, static: Static):  # type: ignore[no-untyped-def]
     settings = static.config.streams
     n, eps = settings.n, settings.eps
     y = _projected(weights, streams_tnh, static)
@@ -95,17 +109,19 @@ def enter(
 
 
 @shared_trace
-def leave(
-    streams_tnh: jax.Array, out_th: jax.Array, write_tn: jax.Array, mix_tnn: jax.Array, static: Static
-) -> jax.Array:
-    """The streams after a block. The mixing matrix is used transposed: its first index is the source."""
+def _leave(streams_tnh, out_th, write_tn, mix_tnn, static):  # type: ignore[no-untyped-def]
+    """The mixing matrix is used transposed: its first index is the source."""
     mixed = jnp.einsum("tij,tih->tjh", mix_tnn, streams_tnh.astype(jnp.float32), precision="highest")
     written = write_tn[:, :, None] * out_th.astype(jnp.float32)[:, None]
     return (mixed + written).astype(streams_tnh.dtype)
 
 
-def end(weights: EndWeights | None, streams_tnh: jax.Array, static: Static) -> jax.Array:
-    """What the last norm reads [T, H]: the streams' mean, or their sum by weights that depend on them."""
+def end(weights: EndWeights | None, residual: jax.Array, static: Static) -> jax.Array:
+    """What the last norm reads [T, H]: the residual itself, its streams' mean, or their sum by weights that depend on
+    them."""
+    if static.config.streams is None:
+        return residual
+    streams_tnh = residual
     streams = streams_tnh.astype(jnp.float32)
     if weights is None:
         return jnp.mean(streams, axis=1).astype(streams_tnh.dtype)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton, _tuned
 from pallas_kernels.grouped_matmul._activation import swiglu
+from pallas_kernels.grouped_matmul._pairs import by_expert
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,7 @@ def experts_swiglu(
     n_e, _, n_i, n_h = gate_up_e2ih.shape
     pairs = n_t * n_k
     tiles = tiles or choose_tiles(n_e, pairs, n_h, n_i, x_th.dtype.itemsize)
-    ids_p = expert_ids_tk.reshape(-1)
-    order_p = jnp.argsort(ids_p, stable=True).astype(jnp.int32)
-    place_p = jnp.zeros_like(order_p).at[order_p].set(jnp.arange(pairs, dtype=jnp.int32))
-    pairs_e = jnp.zeros((n_e,), jnp.int32).at[ids_p].add(jnp.int32(1))
+    order_p, place_p, pairs_e = by_expert(expert_ids_tk, n_e)
     end_e = jnp.cumsum(pairs_e)
     blocks_e = lax.div(pairs_e + jnp.int32(tiles.rows - 1), jnp.int32(tiles.rows))
     end_block_e = jnp.cumsum(blocks_e)

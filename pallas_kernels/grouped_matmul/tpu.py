@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from pallas_kernels import _tuned
 from pallas_kernels.grouped_matmul._activation import swiglu
+from pallas_kernels.grouped_matmul._pairs import by_expert
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,7 @@ def experts_swiglu(
     n_e, _, n_i, n_h = gate_up_e2ih.shape
     pairs = n_t * n_k
     tiles = tiles or choose_tiles(n_e, pairs, n_h, n_i, x_th.dtype.itemsize)
-    ids_p = expert_ids_tk.reshape(-1)
-    order_p = jnp.argsort(ids_p, stable=True).astype(jnp.int32)
-    place_p = jnp.zeros_like(order_p).at[order_p].set(jnp.arange(pairs, dtype=jnp.int32))
-    sizes_e = jnp.zeros((n_e,), jnp.int32).at[ids_p].add(jnp.int32(1))
+    order_p, place_p, sizes_e = by_expert(expert_ids_tk, n_e)
     # Whole tiles of rows; those beyond the last group belong to no expert, are not written and not read.
     sorted_ph = jnp.pad(x_th[order_p // jnp.int32(n_k)], ((0, -pairs % tiles.rows), (0, 0)))
     both_px = _product(sorted_ph, gate_up_e2ih.reshape(n_e, 2 * n_i, n_h), sizes_e, tiles, interpret)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul._activation import swiglu
+from pallas_kernels.grouped_matmul._pairs import by_expert
 
 _FEW_EXPERTS = 16
 
@@ -31,10 +32,7 @@ def _blocks(x_th, gate_up_e2ih, down_ehi, expert_ids_tk, weights_tk, rows_per_bl
     n_t, n_k = expert_ids_tk.shape
     n_e, _, n_i, n_h = gate_up_e2ih.shape
     size = jnp.int32(rows_per_block)
-    ids_p = expert_ids_tk.reshape(-1)
-    order_p = jnp.argsort(ids_p, stable=True).astype(jnp.int32)
-    place_p = jnp.zeros_like(order_p).at[order_p].set(jnp.arange(n_t * n_k, dtype=jnp.int32))
-    pairs_e = jnp.zeros((n_e,), jnp.int32).at[ids_p].add(jnp.int32(1))
+    order_p, place_p, pairs_e = by_expert(expert_ids_tk, n_e)
     first_pair_e = jnp.cumsum(pairs_e) - pairs_e
     blocks_e = (pairs_e + size - jnp.int32(1)) // size
     end_block_e = jnp.cumsum(blocks_e)

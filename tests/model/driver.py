@@ -24,6 +24,7 @@ from model.static import Static
 N_SLOTS = 5  # the last is scratch
 TABLE_PAGES = 8
 N_PAGES = (N_SLOTS - 1) * TABLE_PAGES + 1
+PROMPT_PAGES = 4  # of a table, that the prompts of tests which save rows reach at most
 
 
 def mesh_of(ranks: int) -> Mesh:
@@ -74,6 +75,14 @@ def make_static(config: ModelConfig, mesh: Mesh, backend: str = "auto", dtype: A
 def pages_of(slot: int) -> np.ndarray:
     """The pages of a slot's sequence, in an order that is not the arena's."""
     return (1 + slot + (N_SLOTS - 1) * np.arange(TABLE_PAGES)[::-1]).astype(np.int32)
+
+
+def spare_pages(n: int) -> np.ndarray:
+    """Pages at the ends of the sequences' tables, which these prompts do not reach; the last ones first."""
+    used = {int(page) for slot in range(N_SLOTS - 1) for page in pages_of(slot)[:PROMPT_PAGES]}
+    spare = [page for page in range(N_PAGES - 1, 0, -1) if page not in used]
+    assert n <= len(spare)
+    return np.array(spare[:n], np.int32)
 
 
 def greedy(n: int) -> SamplingBatch:

@@ -14,8 +14,7 @@ import pytest
 from model.rows import restore_row
 from model.state import DeviceState
 from runtime.swap import gather_row, scatter_row
-from tests.model.driver import Driver, decode_batch, pages_of, tiles_of
-from tests.model.test_rows import spare_pages
+from tests.model.driver import Driver, decode_batch, pages_of, spare_pages, tiles_of
 from tests.shared import shared_path
 
 T, N_TILES = 64, 4

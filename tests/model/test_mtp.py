@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from model import forward
 from model.config import parse_config
 from model.decoder import declare_decoder
-from model.layers import attention, compressed, latent, mlp, streams
+from model.layers import attention, compressed, latent, mlp, pool_index, streams
 from model.layers.context import Tile
-from model.layers.linear import embed, logits_of, rms_norm, rotations
+from model.layers.linear import embed, linear, logits_of, rms_norm, rotations
 from model.loading import export_tensors
 from model.mtp import mtp_combined, mtp_input
 from model.params import Plan, initial_value, is_spec
@@ -114,7 +114,8 @@ def test_logits_from_the_stored_latents_and_pool_keys_match_the_reference():
     combined, positions = _combined(driver, prompt, hidden)
     read = mtp_input(driver.params.mtp, combined, static)
     q, source = latent._queries(mixer, read, static)
-    index_q, head_weights = latent._index_queries(mixer.index, read, source)
+    index_q = linear(source, mixer.index.query)
+    head_weights = pool_index.head_weights(read, mixer.index.head_weights)
     dots = np.einsum("tie,me->tim", index_q, keys) * config.index.head_dim**-0.5
     index_scores = np.einsum("ti,tim->tm", head_weights, np.maximum(dots, 0))
     seen = np.zeros((len(positions), len(prompt)), bool)
@@ -200,10 +201,10 @@ def test_deepseek_v4_logits_match_numpy_and_the_window_holds_the_last_entries(de
     attended = compressed_attention.attend_tile(
         q, entries, (back >= 0) & (back < n_window), layer.mixer.sink, None, scale=config.compressed.scale
     )
-    x = streams.leave(x, compressed._finish(layer.mixer, attended, rotation, static), *written, static)
+    x = streams.leave(x, compressed._finish(layer.mixer, attended, rotation, static), written, static)
     read, written = streams.enter(layer.mlp_streams, x, static)
     read = rms_norm(read, layer.mlp_norm, config.norm_eps, zero_centred=False)
-    x = streams.leave(x, mlp.moe(layer.mlp, read, jnp.asarray(prompt[1:]), static), *written, static)
+    x = streams.leave(x, mlp.moe(layer.mlp, read, jnp.asarray(prompt[1:]), static), written, static)
     out = rms_norm(
         streams.end(params.mtp.end, x, static), params.mtp.norm, config.norm_eps, zero_centred=False
     )

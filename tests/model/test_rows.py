@@ -10,7 +10,7 @@ import pytest
 from model.forward import prefill
 from model.rows import restore_row, save_row
 from model.state import abstract_state
-from tests.model.driver import N_PAGES, N_SLOTS, Driver, pages_of, tiles_of
+from tests.model.driver import Driver, pages_of, spare_pages, tiles_of
 from tests.shared import shared_path
 
 TILE_TOKENS, N_TILES = 64, 4
@@ -31,14 +31,6 @@ def case(request):
     model, ranks = request.param
     folder = shared_path(f"tiny_models/{model}")
     return Driver.load(folder, ranks), np.load(folder / "reference.npz")["prompt_4"]
-
-
-def spare_pages(n: int) -> np.ndarray:
-    """Pages at the ends of the sequences' tables, which these prompts do not reach; the last ones first."""
-    used = {int(page) for slot in range(N_SLOTS - 1) for page in pages_of(slot)[:N_TILES]}
-    spare = [page for page in range(N_PAGES - 1, 0, -1) if page not in used]
-    assert n <= len(spare)
-    return np.array(spare[:n], np.int32)
 
 
 @pytest.mark.parametrize("checkpoint_tokens", [64, 128, 192])

@@ -14,7 +14,8 @@ from model.cache_layout import cache_layout
 from model.config import load_config, parse_config
 from model.decoder import declare_decoder
 from model.params import Plan, is_spec
-from runtime.plan_for import CHIPS, plan_for
+from runtime.chips import CHIPS
+from runtime.plan_for import plan_for
 from tests.server_process import run_to_end
 
 CONFIGS = Path(__file__).parent.parent / "model" / "public_configs"
