@@ -13,6 +13,8 @@ import jax
 from flax import struct
 
 TOP_LOGPROBS = 20
+MOST_DRAFTS = 7
+"""Of a sequence in one step."""
 
 
 @struct.dataclass
@@ -58,14 +60,39 @@ class TileBatch:
 
 
 @struct.dataclass
+class Drafts:
+    """Which entries of a decode batch are drafts: place_b int32 is 0 for a sequence's last token and i for its i-th
+    draft, which stands right behind its predecessor. draft_ids_b int32: a draft's token, or -1 for the one that was
+    proposed for its slot (model/proposals.py)."""
+
+    place_b: jax.Array
+    draft_ids_b: jax.Array
+
+
+@struct.dataclass
 class DecodeBatch:
-    """Decode: each sequence is fed its slot's last token, which stands at position_b, and samples the next.
+    """Decode: each sequence is fed its slot's last token, which stands at position_b, and samples the next. A draft is
+    fed as well, one position after its predecessor, and what is sampled there counts if the draft was right.
 
     Padding entries use the last slot and page 0, both scratch.
     """
 
     slots_b: jax.Array
     position_b: jax.Array
+    page_table_bp: jax.Array
+    sampling: SamplingBatch
+    drafts: Drafts | None = None
+
+
+@struct.dataclass
+class ProposalBatch:
+    """Proposals: the MTP layer names `n_drafts_b` tokens (at most n_steps) to follow each slot's last token, which
+    stands at position_b. Padding as in a DecodeBatch, with n_drafts_b 0."""
+
+    n_steps: jax.Array
+    slots_b: jax.Array
+    position_b: jax.Array
+    n_drafts_b: jax.Array
     page_table_bp: jax.Array
     sampling: SamplingBatch
 
@@ -75,7 +102,8 @@ class StepOutput:
     """The chosen tokens, over b or n. Log-probabilities are zeros unless some sequence wants them.
 
     For prefill only the entries of finishing tiles mean anything. logits: float32, None unless asked for
-    (`Static.return_logits`), before penalties and bias.
+    (`Static.return_logits`), before penalties and bias. counts_b bool: whether the entry's token is of the answer, its
+    predecessors having been drafted right; None where nothing is drafted.
     """
 
     token_ids_b: jax.Array
@@ -83,3 +111,4 @@ class StepOutput:
     top_token_ids_bk: jax.Array
     top_logprobs_bk: jax.Array
     logits_bv: jax.Array | None
+    counts_b: jax.Array | None = None

@@ -15,11 +15,12 @@ from jax import lax
 from model.batch import TOP_LOGPROBS, DecodeBatch, StepOutput, TileBatch
 from model.config import ModelConfig
 from model.decoder import DecoderWeights
-from model.layers import mlp, streams
+from model.drafts import accept, behind_each_other, drafted_before, fed_tokens, rows_of
+from model.layers import streams
+from model.layers.block import block, norm
 from model.layers.context import Rotation, Tile, Tokens
 from model.layers.in_place import after
-from model.layers.linear import embed, logits_of, rms_norm, rotations
-from model.mixers import MIXERS
+from model.layers.linear import embed, logits_of, rotations
 from model.mtp import write_mtp
 from model.prompt_scores import PromptScores, ScoredTileBatch, score_tiles
 from model.rows import save_row_if
@@ -45,7 +46,7 @@ def prompt_logits(
     """As `prefill`, but returns float32 logits [N, T, V] of every position and samples nothing."""
     state, hidden_nth = _run_tiles(params, state, tiles, static, keep_all=True)
     flat = hidden_nth.reshape(-1, hidden_nth.shape[-1])
-    logits = _logits(params, flat, static)
+    logits = head_logits(params, flat, static)
     return state, logits.reshape(*hidden_nth.shape[:2], -1)
 
 
@@ -56,7 +57,9 @@ def prefill_scored(
     computes is for its own prompt alone."""
     tiles = batch.tiles
     state, hidden_nth = _run_tiles(params, state, tiles, static, keep_all=True)
-    scores = score_tiles(hidden_nth, batch, lambda x: _logits(params, x, static), static.config.vocab_size)
+    scores = score_tiles(
+        hidden_nth, batch, lambda x: head_logits(params, x, static), static.config.vocab_size
+    )
     last_n1 = jnp.maximum(tiles.valid_tokens_n - 1, 0)[:, None, None]
     last_nh = jnp.take_along_axis(hidden_nth, last_n1, axis=1)[:, 0]
     state, output = _first_tokens(params, state, tiles, last_nh, static)
@@ -66,38 +69,45 @@ def prefill_scored(
 def decode(
     params: DecoderWeights, state: DeviceState, batch: DecodeBatch, static: Static
 ) -> tuple[DeviceState, StepOutput]:
-    """Feeds each sequence its slot's last token and samples the next, which becomes the slot's last token."""
-    token_ids = state.last_token_s[batch.slots_b]
+    """Feeds each sequence its slot's last token and its drafts; what is sampled after the last of them that was right
+    becomes the slot's last token."""
+    slots, drafts = batch.slots_b, batch.drafts
+    token_ids = state.last_token_s[slots] if drafts is None else fed_tokens(state, slots, drafts)
+    rows_b, from_rows_b = (state.row_s[slots], None) if drafts is None else rows_of(state, slots, drafts)
     embedded = embed(params.embedding, token_ids, static.plan, static.mesh)
     at = Tokens(
-        batch.slots_b,
+        rows_b,
         batch.position_b,
         batch.page_table_bp,
         token_ids,
-        _rotations(static.config, batch.position_b),
+        rotations_of(static.config, batch.position_b),
+        from_rows_b,
     )
     hidden, left, pages, rows = _trunk(params, embedded, state.pages_rnw, state.rows, at, static)
     last_hidden = state.hidden_sh
     if last_hidden is not None:
-        before = last_hidden[batch.slots_b]
+        before = last_hidden[rows_b if from_rows_b is None else from_rows_b]
+        if drafts is not None:
+            before = behind_each_other(before, left, drafts)
         at = at.replace(position_b=after(hidden, batch.position_b))
         pages, rows = write_mtp(params.mtp, embedded, before, pages, rows, at.position_b, at, static)
-        last_hidden = last_hidden.at[batch.slots_b].set(left)
-    logits = _logits(params, hidden, static)
+        last_hidden = last_hidden.at[rows_b].set(left)
+    drafted = None if drafts is None else drafted_before(token_ids, drafts)
     output = sample(
-        logits,
+        head_logits(params, hidden, static),
         batch.sampling,
         state.sampler,
-        batch.slots_b,
+        slots,
         batch.position_b + 1,
+        drafted,
         return_logits=static.return_logits,
     )
-    return DeviceState(
-        pages_rnw=pages,
-        rows=rows,
-        hidden_sh=last_hidden,
-        last_token_s=state.last_token_s.at[batch.slots_b].set(output.token_ids_b),
-        sampler=remember(state.sampler, batch.slots_b, output.token_ids_b),
+    state = state.replace(pages_rnw=pages, rows=rows, hidden_sh=last_hidden)
+    if drafts is not None:
+        return accept(state, slots, token_ids, rows_b, drafts, output)
+    return state.replace(
+        last_token_s=state.last_token_s.at[slots].set(output.token_ids_b),
+        sampler=remember(state.sampler, slots, output.token_ids_b),
     ), output
 
 
@@ -110,8 +120,9 @@ def set_slot(
     last_token: jax.Array,
 ) -> DeviceState:
     """Makes a slot ready for a new sequence: an empty row, and its sampler's state."""
+    row = state.row_s[slot]
     rows, hidden = jax.tree.map(
-        lambda leaf: leaf.at[slot].set(jnp.zeros((), leaf.dtype)), (state.rows, state.hidden_sh)
+        lambda leaf: leaf.at[row].set(jnp.zeros((), leaf.dtype)), (state.rows, state.hidden_sh)
     )
     emptied = state.replace(rows=rows, hidden_sh=hidden)
     return set_sampler(emptied, slot, bias_v, prompt_seen_v, output_count_v, last_token)
@@ -137,13 +148,13 @@ def set_sampler(
     )
 
 
-def _logits(params: DecoderWeights, hidden_bh: jax.Array, static: Static) -> jax.Array:
+def head_logits(params: DecoderWeights, hidden_bh: jax.Array, static: Static) -> jax.Array:
     """Float32 logits [B, V]: each rank those of its part of the vocabulary, then gathered (never the head itself)."""
     head = params.embedding if params.head is None else params.head
     return static.replicated(static.constrain(logits_of(hidden_bh, head), None, "vocab"))
 
 
-def _rotations(config: ModelConfig, positions_t: jax.Array) -> dict[str, Rotation]:
+def rotations_of(config: ModelConfig, positions_t: jax.Array) -> dict[str, Rotation]:
     """RoPE's tables for these positions, by the names under which mixers look for them."""
     if config.attention is not None:
         return {"main": rotations(config.attention.inverse_frequencies, positions_t)}
@@ -155,29 +166,13 @@ def _rotations(config: ModelConfig, positions_t: jax.Array) -> dict[str, Rotatio
     return {}
 
 
-def _norm(x: jax.Array, weight: jax.Array, static: Static) -> jax.Array:
-    return rms_norm(x, weight, static.config.norm_eps, zero_centred=static.config.zero_centred_norms)
-
-
 def _trunk(params, embedded, pages, rows, at, static):  # type: ignore[no-untyped-def]
     """All layers -> (hidden states [T, H] for the head, what the MTP layer reads, pages, rows)."""
     config = static.config
     x, rows = streams.start(embedded, static), list(rows)
     for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
-        read, written = streams.enter(weights.mixer_streams, x, static)
-        normed, parts = _norm(read, weights.mixer_norm, static), static.layout.layers[i]
-        mixed, pages, rows[i] = MIXERS[layer.mixer].mix(
-            weights.mixer, normed, pages, rows[i], parts, at, static
-        )
-        x = static.replicated(streams.leave(x, mixed, written, static))
-        read, written = streams.enter(weights.mlp_streams, x, static)
-        normed = _norm(read, weights.mlp_norm, static)
-        if layer.mlp == "dense":
-            out = mlp.dense(weights.mlp, normed, static)
-        else:
-            out = mlp.moe(weights.mlp, normed, at.token_ids_t, static)
-        x = static.replicated(streams.leave(x, out, written, static))
-    hidden = _norm(streams.end(params.end, x, static), params.norm, static)
+        x, pages, rows[i] = block(layer, weights, x, pages, rows[i], static.layout.layers[i], at, static)
+    hidden = norm(streams.end(params.end, x, static), params.norm, static)
     return hidden, x if config.mtp_streams else hidden, pages, tuple(rows)
 
 
@@ -192,22 +187,22 @@ def _run_tiles(
 
     def body(i: jax.Array, carry: Any) -> Any:
         pages, rows, last_hidden, kept = carry
-        slot, start, valid = tiles.slots_n[i], tiles.start_tokens_n[i], tiles.valid_tokens_n[i]
+        row, start, valid = state.row_s[tiles.slots_n[i]], tiles.start_tokens_n[i], tiles.valid_tokens_n[i]
         table = tiles.page_table_np[i]
         # Tied to this round of the loop: XLA CPU would convert all of a bfloat16 table before it, to look up in.
         embedding, _ = lax.optimization_barrier((params.embedding, i))
         embedded = embed(embedding, tiles.token_ids_nt[i], static.plan, static.mesh)
         positions = start + jnp.arange(tile_tokens, dtype=jnp.int32)
-        at = Tile(slot, start, valid, table, tiles.token_ids_nt[i], _rotations(static.config, positions))
+        at = Tile(row, start, valid, table, tiles.token_ids_nt[i], rotations_of(static.config, positions))
         hidden, left, pages, rows = _trunk(params, embedded, pages, rows, at, static)
         last = lax.dynamic_slice_in_dim(hidden, valid - 1, 1)
         if last_hidden is not None:
-            before = jnp.concatenate([lax.dynamic_slice_in_dim(last_hidden, slot, 1), left[:-1]])
+            before = jnp.concatenate([lax.dynamic_slice_in_dim(last_hidden, row, 1), left[:-1]])
             pages, rows = write_mtp(params.mtp, embedded, before, pages, rows, positions, at, static)
             last_left = lax.dynamic_slice_in_dim(left, valid - 1, 1)
-            last_hidden = lax.dynamic_update_slice_in_dim(last_hidden, last_left, slot, 0)
+            last_hidden = lax.dynamic_update_slice_in_dim(last_hidden, last_left, row, 0)
         saves = after(hidden, tiles.saves_n[i].astype(jnp.int32))
-        pages = save_row_if(pages, (rows, last_hidden), slot, tiles.row_page_ids_nq[i], saves, static)
+        pages = save_row_if(pages, (rows, last_hidden), row, tiles.row_page_ids_nq[i], saves, static)
         kept = lax.dynamic_update_index_in_dim(kept, hidden if keep_all else last, i, 0)
         return pages, rows, last_hidden, kept
 
@@ -240,7 +235,7 @@ def _first_tokens(
         index = lax.dynamic_slice_in_dim(order, i * HEAD_ROWS, HEAD_ROWS)
         tile = jnp.minimum(index, n_most - 1)
         slots = jnp.where(index < n_most, tiles.slots_n[tile], scratch)
-        logits = _logits(params, hidden_nh[tile], static)
+        logits = head_logits(params, hidden_nh[tile], static)
         chosen = sample(
             logits,
             jax.tree.map(lambda leaf: leaf[tile], tiles.sampling),

@@ -21,7 +21,7 @@ from pallas_kernels import row_copy
 PAGES, EVERYWHERE = PartitionSpec(MESH_AXIS), PartitionSpec()
 
 Rows = tuple[tuple[Row, ...], jax.Array | None]
-"""All that a slot keeps of its sequence: the layers' rows and what the trunk hands to the MTP layer."""
+"""All that is kept of sequences by row: the layers' rows and what the trunk hands to the MTP layer."""
 
 
 def _row_specs(static: Static) -> Any:
@@ -42,12 +42,12 @@ def _saved(static: Static) -> list[bool]:
 def save_row_if(
     pages_rnw: jax.Array,
     rows: Rows,
-    slot: jax.Array,
+    row: jax.Array,
     row_page_ids_q: jax.Array,
     wanted: jax.Array,
     static: Static,
 ) -> jax.Array:
-    """The arena with the slot's row in pages row_page_ids_q [row_pages], where `wanted`; else as it was.
+    """The arena with row number `row` in pages row_page_ids_q [row_pages], where `wanted`; else as it was.
 
     A loop of one round or none: unlike a conditional it never copies the arena. Without room for page ids, none is.
     """
@@ -56,25 +56,25 @@ def save_row_if(
     return lax.fori_loop(
         0,
         wanted,
-        lambda _, pages: _write_row(pages, rows, slot, row_page_ids_q, static),
+        lambda _, pages: _write_row(pages, rows, row, row_page_ids_q, static),
         pages_rnw,
     )
 
 
 def save_row(state: DeviceState, slot: jax.Array, row_page_ids_q: jax.Array, static: Static) -> DeviceState:
     """The state with the slot's row in these pages as well: a program of its own, for between two decode steps."""
-    rows = (state.rows, state.hidden_sh)
-    return state.replace(pages_rnw=_write_row(state.pages_rnw, rows, slot, row_page_ids_q, static))
+    rows, row = (state.rows, state.hidden_sh), state.row_s[slot]
+    return state.replace(pages_rnw=_write_row(state.pages_rnw, rows, row, row_page_ids_q, static))
 
 
 def _write_row(
-    pages_rnw: jax.Array, rows: Rows, slot: jax.Array, row_page_ids_q: jax.Array, static: Static
+    pages_rnw: jax.Array, rows: Rows, row: jax.Array, row_page_ids_q: jax.Array, static: Static
 ) -> jax.Array:
     layout = static.layout
 
-    def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
+    def local(pages, rows, row, ids):  # type: ignore[no-untyped-def]
         leaves = [leaf for leaf, saved in zip(jax.tree.leaves(rows), _saved(static), strict=True) if saved]
-        parts = [lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in leaves]
+        parts = [lax.dynamic_index_in_dim(leaf, row, keepdims=False) for leaf in leaves]
         words = row_copy.pack(
             parts, layout.row_pages, layout.page_words, layout.word_dtype, backend=static.backend
         )
@@ -82,7 +82,7 @@ def _write_row(
         return row_copy.scatter_pages(pages[0], ids, words, backend=static.backend)[None]
 
     write = static.on_each_rank(local, (PAGES, _row_specs(static), EVERYWHERE, EVERYWHERE), PAGES)
-    return write(pages_rnw, rows, slot, row_page_ids_q)
+    return write(pages_rnw, rows, row, row_page_ids_q)
 
 
 def restore_row(
@@ -90,7 +90,7 @@ def restore_row(
 ) -> DeviceState:
     """The state with the saved row of these pages in the slot."""
 
-    def local(pages, rows, slot, ids):  # type: ignore[no-untyped-def]
+    def local(pages, rows, row, ids):  # type: ignore[no-untyped-def]
         leaves, tree = jax.tree.flatten(rows)
         like = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         saved = _saved(static)
@@ -104,14 +104,14 @@ def restore_row(
         return jax.tree.unflatten(
             tree,
             [
-                lax.dynamic_update_index_in_dim(leaf, part, slot, 0)
+                lax.dynamic_update_index_in_dim(leaf, part, row, 0)
                 for leaf, part in zip(leaves, parts, strict=True)
             ],
         )
 
     specs = _row_specs(static)
     rows, hidden = static.on_each_rank(local, (PAGES, specs, EVERYWHERE, EVERYWHERE), specs)(
-        state.pages_rnw, (state.rows, state.hidden_sh), slot, row_page_ids_q
+        state.pages_rnw, (state.rows, state.hidden_sh), state.row_s[slot], row_page_ids_q
     )
     return state.replace(rows=rows, hidden_sh=hidden)
 

@@ -21,11 +21,13 @@ def sample(
     sampler: SamplerState,
     slots_b: jax.Array,
     position_b: jax.Array,
+    drafted: tuple[jax.Array, jax.Array] | None = None,
     *,
     return_logits: bool,
 ) -> StepOutput:
-    """Chooses the token that will stand at position_b. logits float32."""
-    adjusted = _penalised(logits_bv, batch, sampler, slots_b)
+    """Chooses the token that will stand at position_b. logits float32. `drafted`: tokens [B, k] that stand before it
+    and are not counted yet, and which of them are there."""
+    adjusted = _penalised(logits_bv, batch, sampler, slots_b, drafted)
     adjusted = lax.cond(
         jnp.any(batch.has_bias_b),
         lambda x: x + jnp.where(batch.has_bias_b[:, None], sampler.bias_sv[slots_b], 0.0),
@@ -46,12 +48,20 @@ def sample(
 
 
 def _penalised(
-    logits_bv: jax.Array, batch: SamplingBatch, sampler: SamplerState, slots_b: jax.Array
+    logits_bv: jax.Array,
+    batch: SamplingBatch,
+    sampler: SamplerState,
+    slots_b: jax.Array,
+    drafted: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """Repetition penalty over prompt and output; presence and frequency penalties over the output."""
 
     def apply(logits: jax.Array) -> jax.Array:
         count = sampler.output_count_sv[slots_b]
+        if drafted is not None:
+            ids_bk, there_bk = drafted
+            index_b1 = jnp.arange(ids_bk.shape[0], dtype=jnp.int32)[:, None]
+            count = count.at[index_b1, ids_bk].add(there_bk.astype(jnp.int32))
         seen = sampler.prompt_seen_sv[slots_b] | (count > 0)
         factor = batch.repetition_penalty_b[:, None]
         logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from model.batch import DecodeBatch, SamplingBatch, TileBatch
+from model.batch import DecodeBatch, Drafts, ProposalBatch, SamplingBatch, TileBatch
 from model.prompt_scores import ScoredTileBatch
 from runtime.sequence import Sequence
-from runtime.step_plan import DecodeCall, PrefillCall
+from runtime.step_plan import DecodeCall, DecodeEntry, PrefillCall
 
 MASKED_BIAS = -1e30  # added to a logit that must not be chosen; finite, so no arithmetic makes a NaN of it
 
@@ -73,25 +73,57 @@ def build_scored_tiles(
 def build_decode(
     call: DecodeCall, table_pages: int, scratch_slot: int, sampling: SamplingBatch | None = None
 ) -> DecodeBatch:
-    """One row for each entry, padded to the bucket with the scratch slot and page 0.
+    """A row for each entry and one for each of its drafts, padded to the bucket with the scratch slot and page 0.
 
     `sampling`: what `build_sampling` gave for an equal `sampling_key`, where it is at hand.
     """
     n_rows = call.bucket_rows
     slots = np.full(n_rows, scratch_slot, np.int32)
     positions = np.zeros(n_rows, np.int32)
+    places = np.zeros(n_rows, np.int32)
+    draft_ids = np.zeros(n_rows, np.int32)
     table = np.zeros((n_rows, table_pages), np.int32)
-    for i, entry in enumerate(call.entries):
-        slots[i] = entry.sequence.slot
-        positions[i] = entry.position_tokens
+    row = 0
+    for entry in call.entries:
+        rows = slice(row, row + entry.n_rows)
+        slots[rows] = entry.sequence.slot
+        places[rows] = np.arange(entry.n_rows)
+        positions[rows] = entry.position_tokens + places[rows]
+        draft_ids[row + 1 : rows.stop] = entry.draft_ids
         page_ids = entry.sequence.page_ids
-        table[i, : len(page_ids)] = np.frombuffer(page_ids, np.int32)
+        table[rows, : len(page_ids)] = np.frombuffer(page_ids, np.int32)
+        row = rows.stop
+    outputs = [(entry.sequence, entry.output_index) for entry in call.entries for _ in range(entry.n_rows)]
     return DecodeBatch(
         slots_b=slots,
         position_b=positions,
         page_table_bp=table,
-        sampling=sampling
-        or build_sampling([(entry.sequence, entry.output_index) for entry in call.entries], n_rows),
+        sampling=sampling or build_sampling(outputs, n_rows),
+        drafts=Drafts(places, draft_ids) if call.drafted else None,
+    )
+
+
+def build_proposals(
+    entries: Items[DecodeEntry], n_lanes: int, table_pages: int, scratch_slot: int
+) -> ProposalBatch:
+    """A lane for each entry, whose drafts the MTP layer is to name; padded as a decode batch."""
+    slots = np.full(n_lanes, scratch_slot, np.int32)
+    positions = np.zeros(n_lanes, np.int32)
+    n_drafts = np.zeros(n_lanes, np.int32)
+    table = np.zeros((n_lanes, table_pages), np.int32)
+    for i, entry in enumerate(entries):
+        slots[i] = entry.sequence.slot
+        positions[i] = entry.position_tokens
+        n_drafts[i] = len(entry.draft_ids)
+        page_ids = entry.sequence.page_ids
+        table[i, : len(page_ids)] = np.frombuffer(page_ids, np.int32)
+    return ProposalBatch(
+        n_steps=np.int32(n_drafts.max(initial=0)),
+        slots_b=slots,
+        position_b=positions,
+        n_drafts_b=n_drafts,
+        page_table_bp=table,
+        sampling=build_sampling([(entry.sequence, entry.output_index) for entry in entries], n_lanes),
     )
 
 
@@ -128,10 +160,10 @@ def build_sampling(entries: Items[tuple[Sequence, int]], n_rows: int) -> Samplin
     return batch
 
 
-def sampling_key(call: DecodeCall) -> tuple[tuple[int, bool], ...]:
+def sampling_key(call: DecodeCall) -> tuple[tuple[int, bool, int], ...]:
     """Equal keys mean equal `build_sampling` results, for calls of one bucket."""
     return tuple(
-        (entry.sequence.arrival_index, masks_output(entry.sequence, entry.output_index))
+        (entry.sequence.arrival_index, masks_output(entry.sequence, entry.output_index), entry.n_rows)
         for entry in call.entries
     )
 

@@ -17,14 +17,15 @@ from typing import Any
 
 from cache_tiers.arena import BrokenLaw
 from cache_tiers.planning import Plan
+from runtime.drafting import FROM_MTP
 from runtime.prompt_scoring import keep_scores
 from runtime.sequence import Sequence
 from runtime.step_plan import Admission, DecodeCall, PlannedCheckpoint, PrefillCall, StepPlan, Tile
 from runtime.steps import DeviceSteps, HostOutput
 from runtime.swap import SwapImage
 
-Rows = tuple[tuple[int, Sequence, int], ...]
-"""Whose token stands in which row of a call's output: (row, sequence, output index)."""
+Rows = tuple[tuple[int, int, Sequence, int], ...]
+"""Whose tokens stand in which rows of a call's output: (first row, rows, sequence, output index of the first)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Dispatcher:
 
     def read(self, call: CallInFlight) -> HostOutput:
         """Waits for the call's results; what nobody wants is not copied. Scores go to their sequences."""
-        sequences = [sequence for _, sequence, _ in call.rows]
+        sequences = [sequence for _, _, sequence, _ in call.rows]
         with_logprobs = any(sequence.request.sampling.logprobs is not None for sequence in sequences)
         if call.scored_tiles:
             keep_scores(call.scored_tiles, call.scores)
@@ -114,7 +115,7 @@ class Dispatcher:
         return [(sequence.plan, self.steps.restore_row(sequence.slot, admission.row_page_ids))]
 
     def _prefill(self, call: PrefillCall) -> CallInFlight:
-        rows = tuple((i, tile.sequence, 0) for i, tile in enumerate(call.tiles) if tile.finishes)
+        rows = tuple((i, 1, tile.sequence, 0) for i, tile in enumerate(call.tiles) if tile.finishes)
         checkpoints = tuple(
             (tile.sequence, tile.checkpoint) for tile in call.tiles if tile.checkpoint is not None
         )
@@ -135,6 +136,8 @@ class Dispatcher:
                 self.steps.set_bias(sequence, entry.output_index)
         if forced:
             self.steps.force_tokens(forced)
+        if proposing := [entry for entry in call.entries if FROM_MTP in entry.draft_ids]:
+            self.steps.propose(proposing)
         output = self.steps.decode(call)
         checkpoints = []
         for entry in call.entries:
@@ -143,5 +146,8 @@ class Dispatcher:
             checkpoints.append((entry.sequence, checkpoint))
             if checkpoint.row_page_ids:
                 self.steps.save_row(entry.sequence.slot, checkpoint.row_page_ids)
-        rows = tuple((i, entry.sequence, entry.output_index) for i, entry in enumerate(call.entries))
-        return CallInFlight(output, rows, tuple(checkpoints))
+        rows, first = [], 0
+        for entry in call.entries:
+            rows.append((first, entry.n_rows, entry.sequence, entry.output_index))
+            first += entry.n_rows
+        return CallInFlight(output, tuple(rows), tuple(checkpoints))

@@ -25,6 +25,7 @@ from cache_tiers.counters import CacheCounters
 from cache_tiers.prefix_cache import PrefixCache
 from model.kernel_profile import Profile, profile
 from runtime.dispatch import Dispatcher, StepInFlight
+from runtime.drafting import Drafting
 from runtime.engine_stats import EngineStats, Totals, snapshot
 from runtime.faults import Faults
 from runtime.memory_plan import MemoryPlan
@@ -37,7 +38,7 @@ from runtime.settling import Settling
 from runtime.step_plan import StepPlan
 from runtime.step_trace import StepTrace
 from runtime.steps import CompileCounter, DeviceSteps, HostOutput
-from runtime.token_deltas import token_delta
+from runtime.token_deltas import append_tokens, token_delta
 from runtime.token_masks import TokenMasks
 from runtime.transfers import TiersBehind, Transfers
 
@@ -68,11 +69,13 @@ class Engine:
         behind: TiersBehind | None = None,
         remember_rates: Callable[[dict[str, Any]], None] | None = None,
         kernels: Profile | None = None,
+        drafting: Drafting | None = None,
     ):
         self.memory_plan = memory_plan
         self._static = steps.static
         self._cache = cache
-        self._scheduler = Scheduler(scheduler_config, cache)
+        self._drafting = drafting
+        self._scheduler = Scheduler(scheduler_config, cache, drafting)
         self._dispatcher = Dispatcher(steps, cache.row_restored)
         behind = behind or TiersBehind()
         self.trace = StepTrace()  # started and stopped from any thread
@@ -360,13 +363,15 @@ class Engine:
             self._arrivals += self._settling.begin(self._arrivals)
         if self._masks.followed and self._step_s >= MASKED_STEP_S:
             self._wait_for_masks()
+        if self._scheduler.reads_before_drafting:
+            self._complete_all()
         plan = self._scheduler.plan_step()
         if not plan.empty:
             self._note(plan)
             step = self._dispatcher.dispatch(plan, device_is_idle=not self._in_flight)
             self._in_flight.append(step)
         # While steps are long none is planned ahead, so that an arrival waits for one less.
-        ahead = plan.computes and self._step_s < LONG_STEP_S
+        ahead = plan.computes and not plan.has_drafts and self._step_s < LONG_STEP_S
         if self._in_flight:
             while len(self._in_flight) >= (STEPS_IN_FLIGHT if ahead else 1):
                 self._complete(self._in_flight.popleft())
@@ -382,11 +387,14 @@ class Engine:
         """A step planned ahead leaves the constrained sequences out: their masks need its predecessor's tokens. Where
         steps are long none is planned ahead, so that all are in the next one; a mask that takes longer than a small
         share of a step makes its own sequence miss it and nobody else."""
-        while self._in_flight:
-            self._complete(self._in_flight.popleft())
+        self._complete_all()
         with self._lock:
             self._lock.wait_for(lambda: not self._masks.busy, MASK_WAIT_SHARE * self._step_s)
         self._masks.see()
+
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
 
     def _note(self, plan: StepPlan) -> None:
         """What the step will do, for the counters and as evidence."""
@@ -421,10 +429,12 @@ class Engine:
             call_ends_s.append(now_s)
             for sequence, checkpoint in call.checkpoints:  # before a sequence that ends gives up its pages
                 self._scheduler.publish(checkpoint, sequence, step)
-            for row, sequence, output_index in call.rows:
-                self._commit(sequence, output_index, output, row, now_s)
+            for row, n_rows, sequence, output_index in call.rows:
+                self._commit(sequence, output_index, output, range(row, row + n_rows), now_s)
         began_s = max(in_flight.dispatched_s, self._completed_s)
         self._step_s = now_s - began_s
+        if self._drafting is not None:
+            self._drafting.took(in_flight.plan, self._step_s)
         if self.trace.on:
             self.trace.step(in_flight.plan, began_s, call_ends_s)
         self._completed_s = now_s
@@ -434,14 +444,20 @@ class Engine:
             self._dispatcher.time_copies(self._in_flight[0], now_s)
 
     def _commit(
-        self, sequence: Sequence, output_index: int, output: HostOutput, row: int, now_s: float
+        self, sequence: Sequence, output_index: int, output: HostOutput, rows: range, now_s: float
     ) -> None:
+        """Tokens of a sequence from this output on: the one that `rows` begin with, and those that follow right
+        drafts."""
         if sequence.phase is Phase.FINISHED or output_index < len(sequence.output_token_ids):
             return  # finished or cancelled meanwhile, or computed again after a preemption
         if output_index != len(sequence.output_token_ids):
             raise BrokenLaw(f"{sequence.request_id}: output {output_index} comes before its predecessor")
-        sequence.output_token_ids.append(int(output.token_ids_b[row]))
-        self._totals.add("generated_tokens_total")
+        n_tokens = 1
+        if len(rows) > 1 and output.counts_b is not None:
+            n_tokens = int(output.counts_b[rows].sum())
+            self._scheduler.advance(sequence, n_drafts=len(rows) - 1, n_right=n_tokens - 1)
+        rows = rows[: append_tokens(sequence, output.token_ids_b[rows[:n_tokens]])]
+        self._totals.add("generated_tokens_total", len(rows))
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
             self._totals.add("first_token_s_sum", now_s - sequence.arrival_s)
@@ -453,7 +469,7 @@ class Engine:
                     self._cache.costs.observe_prefill(
                         start_tokens, sequence.prompt_tokens, now_s - sequence.admitted_s
                     )
-        delta = token_delta(sequence, output, row, now_s)
+        delta = token_delta(sequence, output, rows, now_s)
         _, deliver = self._live[sequence.request_id]
         if delta.finish_reason:
             self._totals.add(f"finished_{delta.finish_reason}_total")
@@ -475,8 +491,7 @@ class Engine:
 
     def _wind_up(self) -> None:
         """The orderly end: steps in flight finish, everything else is released and told."""
-        while self._in_flight:
-            self._complete(self._in_flight.popleft())
+        self._complete_all()
         self._end_all("the engine was stopped before the request had finished")
         self._save_what_is_worth_keeping()
         self._transfers.stop()

@@ -11,7 +11,7 @@ import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from cache_tiers.arena import PageArena
 from cache_tiers.config import CacheConfig
 from cache_tiers.disk_files import DiskFolder
 from cache_tiers.prefix_cache import PrefixCache
+from model.batch import MOST_DRAFTS
 from model.cache_layout import cache_layout
 from model.config import ModelConfig, load_config
 from model.decoder import declare_decoder
@@ -31,11 +32,13 @@ from model.params import MESH_AXIS, Plan, abstract_params, bytes_per_rank
 from model.state import make_state, state_bytes_per_rank
 from model.static import Static
 from runtime.cache_identity import identity_of
+from runtime.drafting import Drafting, DraftSource, MtpProposer, PromptLookup, StepCosts
 from runtime.engine import Engine
 from runtime.faults import Faults
 from runtime.memory_plan import DoesNotFit, MemoryNeeds, MemoryPlan, plan_memory
 from runtime.remembered import recall_bytes, recall_rates, remember_bytes, remember_rates
 from runtime.scheduler_config import SchedulerConfig
+from runtime.step_costs import measure_costs
 from runtime.step_plan import ScheduleMode
 from runtime.steps import (
     SCORED_PREFILL,
@@ -54,6 +57,11 @@ from runtime.tiers_building import RESERVE_SHARE, host_bytes, open_disk, tiers_b
 
 TRIAL_PAGES = 128  # arena of the programs that are compiled only to learn their temporaries
 TRIAL_MARGIN = 1.03  # XLA packs a program's buffers a little differently over another arena
+DETERMINISTIC_ROWS = 8  # of every decode batch under --deterministic
+# Of decode batches with drafts: larger ones are bound by their products, and each size is one more program to compile.
+DRAFTED_ROWS_CPU = (2, 4, 8)
+DRAFTED_ROWS = (2, 4, 8, 16)
+PROPOSAL_ROWS = (1, 4, 8)  # of sequences for which the MTP layer drafts at once
 AUTO_SHARE_ACCELERATOR = 0.9  # of what is free
 AUTO_SHARE_CPU = 0.25  # of the machine's memory
 SWAP_SHARE = 0.125  # of the machine's memory, for swap images
@@ -87,6 +95,9 @@ class EngineOptions:
     cache_policy: str = "recency"
     settle_replies: bool = True
     reuse_generated: bool = False
+    draft: DraftSource | Literal["off"] | None = None  # None: mtp where the model has the layer
+    draft_tokens: int | None = None  # of a sequence in one step; None: as many as are worth it
+    deterministic: bool = False
     tiers: TierOptions = field(default_factory=TierOptions)
     explain_foreign: bool = True  # may a receipt say that another salt has the prompt's beginning?
 
@@ -101,6 +112,23 @@ class _Setup:
     params: Any  # abstract
     grid_tokens: int
     decode_buckets_rows: tuple[int, ...]
+    draft: DraftSource | None
+
+    @property
+    def drafted_buckets_rows(self) -> tuple[int, ...]:
+        """One size where bits must not depend on the load; else a few, up to as many as still pay."""
+        if self.options.deterministic:
+            return (DETERMINISTIC_ROWS,)
+        if self.draft is None:
+            return ()
+        on_cpu = self.static.mesh.devices.flat[0].platform == "cpu"
+        return DRAFTED_ROWS_CPU if on_cpu else DRAFTED_ROWS
+
+    @property
+    def proposal_buckets_rows(self) -> tuple[int, ...]:
+        if self.draft != "mtp":
+            return ()
+        return tuple(n for n in PROPOSAL_ROWS if n <= self.drafted_buckets_rows[-1] // 2)
 
     @property
     def config(self) -> ModelConfig:
@@ -137,6 +165,8 @@ class _Setup:
             prefill_budget_tokens=self.options.prefill_tokens,
             decode_buckets_rows=self.decode_buckets_rows,
             part_sizes_pages=self.part_sizes_pages,
+            drafted_buckets_rows=self.drafted_buckets_rows,
+            proposal_buckets_rows=self.proposal_buckets_rows,
         )
 
     @property
@@ -178,7 +208,11 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
     shapes = setup.shapes(plan.n_pages, plan.max_model_tokens)
     # Filling gigabytes takes a CPU core seconds in which tracing the programs needs only the other one. On an
     # accelerator it takes no time, and compiling may want the memory.
-    state = make_state(static, shapes.n_pages, shapes.n_slots) if jax.devices()[0].platform == "cpu" else None
+    state = (
+        make_state(static, shapes.n_pages, shapes.n_slots, shapes.n_spare_rows)
+        if jax.devices()[0].platform == "cpu"
+        else None
+    )
     compiled = compile_programs(declare_programs(static, setup.params, shapes), progress)
     largest_bytes = max(temporary_bytes(compiled).values())
     if largest_bytes > plan.needs.temporary_bytes:  # another program than those tried needs more
@@ -191,7 +225,7 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         refuse_unrecorded(kernels)
     remember_bytes(_cache_folder(), setup.facts, plan.needs.temporary_bytes)
     if state is None:
-        state = make_state(static, shapes.n_pages, shapes.n_slots)
+        state = make_state(static, shapes.n_pages, shapes.n_slots, shapes.n_spare_rows)
     steps = DeviceSteps(static, params, state, shapes, compiled)
     layout = static.layout
     scheduler = SchedulerConfig(
@@ -205,6 +239,8 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         page_bytes=layout.page_bytes * layout.ranks,
         row_image_bytes=state_bytes_per_rank(layout, setup.config.vocab_size, 1) * layout.ranks,
         swap_capacity_bytes=_swap_bytes(options),
+        drafted_buckets_rows=setup.drafted_buckets_rows,
+        deterministic=options.deterministic,
     )
     identity = identity_of(static, setup.grid_tokens, options.model_dir)
     disk = open_disk(tiers, layout, identity, setup.grid_tokens, progress)
@@ -226,7 +262,33 @@ def build_engine(options: EngineOptions, progress: Progress | None = None) -> En
         behind=tiers_behind(tiers, cache, disk, Faults(), jax.devices()[0].platform),
         remember_rates=functools.partial(remember_rates, _cache_folder(), identity.digest()),
         kernels=kernels,
+        drafting=_drafting(setup, steps),
     )
+
+
+def _drafting(setup: _Setup, steps: DeviceSteps) -> Drafting | None:
+    options = setup.options
+    if setup.draft is None:
+        return None
+    adaptive = options.draft_tokens is None
+    return Drafting(
+        MtpProposer() if setup.draft == "mtp" else PromptLookup(),
+        MOST_DRAFTS if options.draft_tokens is None else options.draft_tokens,
+        adaptive=adaptive,
+        rows_most=setup.drafted_buckets_rows[-1],
+        vocab_size=setup.config.vocab_size,
+        costs=measure_costs(steps) if adaptive else StepCosts({1: 1.0}, {1: 1.0}),
+    )
+
+
+def _draft_source(options: EngineOptions, config: ModelConfig) -> DraftSource | None:
+    """Who proposes drafts. Raises ValueError where the model cannot."""
+    has_layer = config.mtp_layers > 0
+    if options.draft == "mtp" and not has_layer:
+        raise ValueError("--draft mtp: the model has no MTP layer; use --draft ngram, or leave it away")
+    if options.draft == "off" or options.draft_tokens == 0:
+        return None
+    return options.draft or ("mtp" if has_layer else None)
 
 
 def _cache_config(setup: _Setup, host_tier_bytes: int, n_pages: int, disk: DiskFolder | None) -> CacheConfig:
@@ -270,11 +332,18 @@ def _set_up(options: EngineOptions) -> _Setup:
         config, tp_plan, layout, mesh, backend=options.kernels, return_logits=options.return_logits
     )
     specs = declare_decoder(config, tp_plan)
+    if options.deterministic and options.reuse_generated:
+        raise ValueError(
+            "--deterministic and --reuse-generated on exclude each other: what decode computed may differ in its "
+            "last bits from what a prompt's computing gives"
+        )
     page_tokens = layout.page_tokens
     grid_tokens = options.grid_tokens or -(-(256 if on_cpu else 512) // page_tokens) * page_tokens
     buckets = options.decode_buckets_rows or default_buckets(
         options.max_concurrency, least=2 if on_cpu and dtype.itemsize == 2 else 1
     )
+    if options.deterministic:
+        buckets = ()
     wanted = options.max_model_tokens
     if wanted is not None and wanted > config.max_position_tokens:
         raise ValueError(
@@ -287,6 +356,7 @@ def _set_up(options: EngineOptions) -> _Setup:
         params=abstract_params(specs, tp_plan, mesh, dtype),
         grid_tokens=grid_tokens,
         decode_buckets_rows=buckets,
+        draft=_draft_source(options, config),
     )
 
 
@@ -313,7 +383,8 @@ def _plan(setup: _Setup, memory: tuple[int, str], progress: Progress | None) -> 
     programs = declare_programs(setup.static, setup.params, trial)
     names = (
         SCORED_PREFILL,  # needs all that prefill does, and more
-        decode_name(trial.decode_buckets_rows[-1]),
+        *(decode_name(n_rows) for n_rows in trial.decode_buckets_rows[-1:]),
+        *(decode_name(n_rows, drafted=True) for n_rows in trial.drafted_buckets_rows[-1:]),
         gather_name(CHUNK_PAGES),
     )
     compiled = compile_programs({name: programs[name] for name in names}, progress)
@@ -337,6 +408,7 @@ def _needs(setup: _Setup, memory: tuple[int, str], temporary_bytes: int) -> Memo
         temporary_bytes=temporary_bytes,
         row_bytes=state_bytes_per_rank(layout, setup.config.vocab_size, 1),
         n_slots=options.max_concurrency + 1,
+        spare_rows_bytes=setup.trial_shapes.n_spare_rows * layout.active_row_bytes,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
         context_tokens=setup.config.max_position_tokens,

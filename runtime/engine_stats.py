@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.drafting import Drafting
 from runtime.scheduler import Scheduler
 from runtime.sequence import Phase
 
@@ -38,6 +39,11 @@ class EngineStats:
     preemptions_total: int = 0
     recomputes_total: int = 0
     stalls_total: int = 0
+    draft_source: str = ""  # "mtp", "ngram", or none
+    drafts_proposed: tuple[int, ...] = ()  # by their place in a step
+    drafts_accepted: tuple[int, ...] = ()
+    drafted_steps_total: int = 0
+    draft_rollbacks_total: int = 0
     submitted_total: int = 0
     refused_total: int = 0
     finished_stop_total: int = 0
@@ -93,6 +99,20 @@ def snapshot(scheduler: Scheduler, totals: Totals, **others: Any) -> EngineStats
         transfers_in_flight=scheduler.cache.outbox.n_in_flight,
         stores_in_flight_bytes=scheduler.cache.outbox.in_flight_bytes,
         retries_waiting=len(scheduler.cache.demoter.retries),
+        **_of_drafts(scheduler.drafting),
         **counts,
         **others,
     )
+
+
+def _of_drafts(drafting: Drafting | None) -> dict[str, Any]:
+    if drafting is None:
+        return {}
+    counts = drafting.counts
+    return {
+        "draft_source": drafting.source,
+        "drafts_proposed": tuple(counts.proposed),
+        "drafts_accepted": tuple(counts.accepted),
+        "drafted_steps_total": counts.steps,
+        "draft_rollbacks_total": counts.rollbacks,
+    }

@@ -151,7 +151,8 @@ class Generation:
         self._engine = engine
         answer, request = self.answer, self.answer.request
         sampling = request.sampling
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self.seed = seed - 2**64 if seed >= 2**63 else seed
         for index in range(len(answer.prompts) * request.n):
             prompt = answer.prompt_of(index)
             max_tokens = sampling.max_tokens or engine.max_model_tokens - len(prompt.token_ids)

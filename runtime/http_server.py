@@ -235,12 +235,12 @@ class HttpServer:
             body = await asyncio.to_thread(encoder.whole, usage)
         else:
             body = encoder.whole(usage)
-        return web.Response(body=body, content_type="application/json")
+        return web.Response(body=body, content_type="application/json", headers=_seed_header(generation))
 
     async def _stream(
         self, request: web.Request, generation: Generation, encoder: AnswerEncoder, watch: _Stopwatch
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_SSE_HEADERS)
+        response = web.StreamResponse(headers=_SSE_HEADERS | _seed_header(generation))
         stall = _StallWatch(request)
         try:
             await response.prepare(request)
@@ -330,6 +330,11 @@ class _Stopwatch:
         usage = generation.usage_total()
         elapsed_s = time.monotonic() - self._arrival_s
         self._metrics.request_finished(elapsed_s, usage.prompt_tokens, usage.cached_tokens)
+
+
+def _seed_header(generation: Generation) -> dict[str, str]:
+    """What a client sends as `seed` to get the same again, also where it had sent none."""
+    return {"X-Seed": str(generation.seed)}
 
 
 async def _read_body(request: web.Request) -> bytes:

@@ -34,13 +34,15 @@ class MemoryNeeds:
     page_tokens: int
     context_tokens: int
     max_model_tokens: int | None
+    spare_rows_bytes: int = 0
+    """Of rows that drafts leave their states in."""
     ranks: int = 1
     cache_parts: tuple[str, ...] = ()
     """Each kind of part that a page or a row has, in words."""
 
     @property
     def rows_bytes(self) -> int:
-        return self.row_bytes * self.n_slots
+        return self.row_bytes * self.n_slots + self.spare_rows_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -73,6 +75,8 @@ class MemoryPlan:
         n_running = needs.n_slots - 1
         each = " on each of the devices" if needs.ranks > 1 else ""
         rows = f"{n_running} sequences at once and a spare, {size_text(needs.row_bytes)} each"
+        if needs.spare_rows_bytes:
+            rows += f", and {size_text(needs.spare_rows_bytes)} for drafts"
         pages = f"{self.n_pages} pages of {needs.page_tokens} tokens, {size_text(needs.page_bytes)} each"
         lines = [
             f"Device memory: {size_text(needs.device_memory_bytes)}{each} ({needs.memory_source})",

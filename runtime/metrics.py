@@ -197,8 +197,22 @@ def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
             "Kernel shapes traced whose tiles no tuned file records.",
             stats.unrecorded_kernel_shapes,
         ),
+        ("strata_drafted_steps", "Decode steps that had drafts.", stats.drafted_steps_total),
+        (
+            "strata_draft_rollbacks",
+            "Times a sequence's drafts were not all right.",
+            stats.draft_rollbacks_total,
+        ),
     ):
         yield CounterMetricFamily(name, text, value=value)
+    for name, text, by_place in (
+        ("strata_drafts_proposed", "Drafted tokens.", stats.drafts_proposed),
+        ("strata_drafts_accepted", "Drafted tokens that were right.", stats.drafts_accepted),
+    ):
+        family = CounterMetricFamily(name, text, labels=["source", "place"])
+        for i, count in enumerate(by_place, start=1):
+            family.add_metric([stats.draft_source, str(i)], count)
+        yield family
 
 
 def _by_label(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:

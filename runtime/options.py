@@ -30,6 +30,7 @@ _UNIT_BYTES = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB":
 _MESH = re.compile(r"tp([1-9]\d{0,3})")
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
 Schedule = Literal["balanced", "prefill", "decode"]
+DraftChoice = Literal["auto", "mtp", "ngram", "off"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class ServerOptions:
     schedule: Schedule
     priorities: bool
     decode_buckets_rows: tuple[int, ...] | None
+    draft: DraftChoice
+    draft_tokens: int | None
+    deterministic: bool
     kernels: str
     kernels_strict: bool
     prefix_cache: bool
@@ -133,6 +137,10 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
             f" below --max-concurrency {args.max_concurrency};"
             " add a bucket that large, or lower --max-concurrency"
         )
+    if args.deterministic and args.decode_buckets is not None:
+        parser.error("--deterministic: decode batches have one size; leave --decode-buckets away")
+    if args.deterministic and args.reuse_generated == "on":
+        parser.error("--deterministic: what decode computed is not reused; leave --reuse-generated on away")
     if args.plan_for and not args.plan_only:
         parser.error(f"--plan-for {args.plan_for} plans and serves nothing; add --plan-only")
     _check_keys(parser, args)
@@ -153,6 +161,9 @@ def parse_options(argv: Sequence[str], version: str, cache_home: Path) -> Server
         schedule=cast(Schedule, args.schedule),
         priorities=args.priorities == "on",
         decode_buckets_rows=args.decode_buckets,
+        draft=cast(DraftChoice, args.draft),
+        draft_tokens=args.draft_tokens,
+        deterministic=args.deterministic,
         kernels=args.kernels,
         kernels_strict=args.kernels_strict,
         prefix_cache=args.prefix_cache == "on",
@@ -271,6 +282,15 @@ def _add_engine_flags(parser: _Parser, cache_home: Path) -> None:
     add("--prefix-cache", choices=("on", "off"), default="on", help="reuse prompts' beginnings")
     add("--settle-replies", choices=("on", "off"), default="on", help="cache replies while idle")
     add("--reuse-generated", choices=("on", "off"), default="off", help="cache what decode steps computed")
+    add("--draft", choices=("auto", "mtp", "ngram", "off"), default="auto", help="who drafts tokens ahead")
+    add(
+        "--draft-tokens",
+        type=_draft_tokens,
+        default=None,
+        metavar="auto|0..7",
+        help="of a sequence in one step (auto: as many as pay)",
+    )
+    add("--deterministic", action="store_true", help="the same tokens whatever else runs; costs speed")
     add("--cache-policy", choices=POLICIES, default="recency", help="what is evicted first")
     add("--plan-only", action="store_true", help="print the memory plan and exit")
     add(
@@ -351,6 +371,10 @@ def _count(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _draft_tokens(text: str) -> int | None:
+    return None if text == "auto" else _count(0, 7)(text)
 
 
 def _grid(text: str) -> int:

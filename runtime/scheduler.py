@@ -38,6 +38,7 @@ from cache_tiers.arena import BrokenLaw, slot_pool
 from cache_tiers.planning import Plan
 from cache_tiers.prefix_cache import PrefixCache
 from runtime.decode_grouping import decode_entry, group
+from runtime.drafting import Drafting
 from runtime.prefill_shares import PrefillShares, next_tile_tokens
 from runtime.prefix_waits import is_on_its_way
 from runtime.request import PromptTooLong
@@ -57,8 +58,9 @@ from runtime.step_plan import (
 class Scheduler:
     """Waiting and preempted sequences in order, admitted ones, and the two pools they draw from."""
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache):
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, drafting: Drafting | None = None):
         self.config = config
+        self.drafting = drafting
         self.cache = cache
         self.pages = cache.arena
         self.slots = slot_pool(config.n_slots)
@@ -140,6 +142,22 @@ class Scheduler:
         decoded = end_tokens > sequence.prompt_tokens
         self.cache.publish(plan, end_tokens, sequence.page_ids, checkpoint.row_page_ids, decoded=decoded)
 
+    def advance(self, sequence: Sequence, *, n_drafts: int, n_right: int) -> None:
+        """The step in which it had drafts brought a token for each that was right, beside its own."""
+        sequence.computed_tokens += n_right
+        if sequence.decode_buckets_rows:
+            sequence.decode_buckets_rows.extend(sequence.decode_buckets_rows[-1:] * n_right)
+        if self.drafting is not None:
+            self.drafting.judged(sequence, n_drafts, n_right)
+
+    @property
+    def reads_before_drafting(self) -> bool:
+        """Whether the next step's drafts are worth waiting for all tokens to be read."""
+        if self.drafting is None:
+            return False
+        running = [sequence for sequence in self.admitted if sequence.wants_decode]
+        return bool(running) and self.drafting.reads_first(running)
+
     @property
     def has_work(self) -> bool:
         return bool(self.queue or self.admitted)
@@ -179,7 +197,7 @@ class Scheduler:
             preemptions=tuple(preemptions),
             admissions=tuple(admissions),
             prefills=prefills,
-            decodes=group(entries, self.config.decode_buckets_rows),
+            decodes=group(entries, self.config),
             stalled=stalled,
         )
         if not plan.empty:
@@ -193,7 +211,7 @@ class Scheduler:
         for sequence in list(self.queue):
             if not self.slots.n_free:
                 break
-            if not sequence.has_swap_image and self._unread_outputs(sequence):
+            if not sequence.has_swap_image and sequence.has_unread_outputs:
                 break  # its last token is still being computed; it can be replayed once that is read
             plan = None if sequence.has_swap_image else self._look_up(sequence)
             if plan is not None and plan.loading:
@@ -299,6 +317,7 @@ class Scheduler:
         not on the device yet, so they are no victims and make none."""
         entries = []
         stalled = 0
+        drafts = self._choose_drafts()
         for sequence in list(self.admitted):  # in order, so a victim never has its entry already
             if not sequence.wants_decode:
                 continue
@@ -313,7 +332,10 @@ class Scheduler:
             if not grown:
                 stalled += 1
                 continue
-            entries.append(decode_entry(sequence, position))
+            draft_ids = drafts.get(sequence, ())
+            if draft_ids and not self._grow(sequence, position + 1 + len(draft_ids)):
+                draft_ids = ()  # nobody makes room for what may be wrong
+            entries.append(decode_entry(sequence, position, draft_ids))
             sequence.computed_tokens += 1
             sequence.last_step = step
         if self._keeps_replies:  # once all have grown, so that no row takes a page that one of them needs
@@ -322,6 +344,19 @@ class Scheduler:
                 for entry in entries
             ]
         return entries, stalled
+
+    def _choose_drafts(self) -> dict[Sequence, tuple[int, ...]]:
+        if self.drafting is None:
+            return {}
+        running = [sequence for sequence in self.admitted if sequence.wants_decode]
+        return self.drafting.choose(running, [self._most_drafts(sequence) for sequence in running])
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        most = sequence.most_drafts()
+        if self._keeps_replies:  # a row that is to be saved is that of one token alone
+            position, grid_tokens = sequence.computed_tokens, self.config.grid_tokens
+            most = min(most, grid_tokens - 2 - position % grid_tokens)
+        return most
 
     def _plan_prefill(self, budget_tokens: int, step: int) -> tuple[PrefillCall, ...]:
         """Tiles of full grid steps and tiles of one page, each kind in one call, a sequence's in order."""
@@ -413,9 +448,6 @@ class Scheduler:
         if not sequence.has_swap_image:
             return 0
         return pages_for_tokens(sequence.computed_tokens, self.config.page_tokens)
-
-    def _unread_outputs(self, sequence: Sequence) -> bool:
-        return sequence.next_output_index > len(sequence.output_token_ids)
 
     # --- preemption -------------------------------------------------------------------------------
 

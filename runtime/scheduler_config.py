@@ -21,6 +21,10 @@ class SchedulerConfig:
     page_bytes: int = 0
     row_image_bytes: int = 0
     swap_capacity_bytes: int = 0
+    drafted_buckets_rows: tuple[int, ...] = ()
+    """Of batches with drafts; empty where there are none."""
+    deterministic: bool = False
+    """Every decode step is a drafted batch of the one size, as many of them as are needed."""
 
     def __post_init__(self) -> None:
         if self.grid_tokens % self.page_tokens:
@@ -34,7 +38,11 @@ class SchedulerConfig:
             )
         if list(self.decode_buckets_rows) != sorted(set(self.decode_buckets_rows)):
             raise ValueError(f"decode buckets must ascend: {self.decode_buckets_rows}")
-        if self.decode_buckets_rows[-1] < self.n_slots - 1:
+        if self.deterministic and len(self.drafted_buckets_rows) != 1:
+            raise ValueError(
+                f"--deterministic needs one size of decode batches, not {self.drafted_buckets_rows}"
+            )
+        if not self.deterministic and self.decode_buckets_rows[-1] < self.n_slots - 1:
             raise ValueError(
                 f"the largest decode bucket of {self.decode_buckets_rows[-1]} rows is smaller than "
                 f"the concurrency of {self.n_slots - 1}"

@@ -67,9 +67,12 @@ class Sequence:
     first_plan: Plan | None = None  # the one that its receipt tells of
     awaited_ends_tokens: set[int] = field(default_factory=set)  # checkpoints that it will still publish
     mask: Future[np.ndarray | None] | None = None  # of its next output, where it has a constraint
+    draft_rate: float | None = None  # of its drafts, how many were right lately
     prompt_logprobs: PromptLogprobs | None = None  # filled tile by tile, where its request asks for them
     admitted_s: float | None = None
     first_token_s: float | None = None
+    _known: np.ndarray | None = None
+    _n_known: int = 0
 
     @property
     def request_id(self) -> str:
@@ -133,6 +136,32 @@ class Sequence:
     def settled_by(self, step: int) -> bool:
         """Whether its last tile has run once this step has finished."""
         return self.settles and self.computed_tokens >= self.prompt_tokens and self.last_step <= step
+
+    def most_drafts(self) -> int:
+        """How many tokens may be drafted behind its next one: none beyond its end, none across the place where its stop
+        ids are allowed, none where the host must know each token first."""
+        if self.mask is not None or self.replaying or self.scores_prompt:
+            return 0
+        index = self.next_output_index
+        most = self.max_output_tokens - 1 - index
+        if self.masks_stops and index < self.request.sampling.min_tokens:
+            most = min(most, self.request.sampling.min_tokens - 1 - index)
+        return most
+
+    @property
+    def has_unread_outputs(self) -> bool:
+        return self.next_output_index > len(self.output_token_ids)
+
+    def known_tokens(self) -> np.ndarray:
+        """int32: the prompt and the outputs that were read."""
+        n_prompt, n_known = self.prompt_tokens, self.prompt_tokens + len(self.output_token_ids)
+        if self._known is None:
+            self._known = np.empty(n_prompt + self.max_output_tokens, np.int32)
+            self._known[:n_prompt] = self.request.prompt_token_ids
+            self._n_known = n_prompt
+        self._known[self._n_known : n_known] = self.output_token_ids[self._n_known - n_prompt :]
+        self._n_known = n_known
+        return self._known[:n_known]
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, len(self.output_token_ids), self.cached_tokens)

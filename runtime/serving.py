@@ -352,6 +352,9 @@ def _engine_options(options: ServerOptions, model_dir: Path) -> EngineOptions:
         cache_policy=options.cache_policy,
         settle_replies=options.settle_replies,
         reuse_generated=options.reuse_generated,
+        draft=None if options.draft == "auto" else options.draft,
+        draft_tokens=options.draft_tokens,
+        deterministic=options.deterministic,
         tiers=options.tiers,
         explain_foreign=not options.isolate_keys,
     )

@@ -72,6 +72,8 @@ class DecodeEntry:
     `lift_mask`: from this output on the stop ids are no longer masked. `forced_token_id`: feed this one,
     its output is known already. `restores_sampler`: the last forced one; the sampler's counts and bias
     are set from the host first, and the output is new. `checkpoint`: the row is saved after the step.
+    `draft_ids`: tokens that are fed behind it, as far as they turn out to be right (drafting.FROM_MTP: one that the
+    device names).
     """
 
     sequence: Sequence
@@ -81,14 +83,25 @@ class DecodeEntry:
     forced_token_id: int | None = None
     restores_sampler: bool = False
     checkpoint: PlannedCheckpoint | None = None
+    draft_ids: tuple[int, ...] = ()
+
+    @property
+    def n_rows(self) -> int:
+        return 1 + len(self.draft_ids)
 
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """One decode step of at most `bucket_rows` sequences, padded to that."""
+    """One decode step of at most `bucket_rows` tokens, padded to that; `drafted`: by the program that may have drafts
+    among them."""
 
     bucket_rows: int
     entries: tuple[DecodeEntry, ...]
+    drafted: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        return sum(entry.n_rows for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,11 @@ class StepPlan:
     @property
     def prefill_tokens(self) -> int:
         return sum(tile.valid_tokens for call in self.prefills for tile in call.tiles)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether nobody knows yet how many tokens it brings."""
+        return any(entry.draft_ids for call in self.decodes for entry in call.entries)
 
     @property
     def computes(self) -> bool:

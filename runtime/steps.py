@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model import forward
+from model import forward, proposals
 from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
 from model.prompt_scores import PromptScores, ScoredTileBatch
 from model.rows import gather_pages, restore_row, save_row, scatter_pages
@@ -33,12 +34,13 @@ from runtime.batch_building import (
     build_decode,
     build_output_count,
     build_prompt_seen,
+    build_proposals,
     build_scored_tiles,
     build_tiles,
     sampling_key,
 )
 from runtime.sequence import Sequence
-from runtime.step_plan import DecodeCall, PrefillCall
+from runtime.step_plan import DecodeCall, DecodeEntry, PrefillCall
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, of how much)."""
@@ -83,10 +85,21 @@ class StepShapes:
     prefill_budget_tokens: int
     decode_buckets_rows: tuple[int, ...]
     part_sizes_pages: tuple[int, ...] = ()  # of what moves to and from the tiers behind the device
+    drafted_buckets_rows: tuple[int, ...] = ()  # of decode batches that may have drafts
+    proposal_buckets_rows: tuple[int, ...] = ()  # of sequences for which the MTP layer drafts
 
     @property
     def tile_sizes_tokens(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys((self.grid_tokens, self.page_tokens)))
+
+    @property
+    def force_rows(self) -> int:
+        """The most sequences that are fed a token of the host's in one step."""
+        return max(*self.decode_buckets_rows, *self.drafted_buckets_rows, 0)
+
+    @property
+    def n_spare_rows(self) -> int:
+        return self.drafted_buckets_rows[-1] if self.drafted_buckets_rows else 0
 
     @property
     def scored_table_pages(self) -> int:
@@ -110,10 +123,10 @@ class Program:
 
 def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[str, Program]:
     """Every program of the engine by name; `params` may be abstract. The compile list is this dict."""
-    state = abstract_state(static, shapes.n_pages, shapes.n_slots)
+    state = abstract_state(static, shapes.n_pages, shapes.n_slots, shapes.n_spare_rows)
     everywhere = NamedSharding(static.mesh, PartitionSpec())
     state_out = jax.tree.map(lambda leaf: leaf.sharding, state)
-    row_leaves = jax.tree.leaves((state.rows, state.hidden_sh, state.last_token_s, state.sampler))
+    row_leaves = jax.tree.leaves(swap.row_leaves(state))
     row_out = tuple(NamedSharding(static.mesh, PartitionSpec(*leaf.sharding.spec[1:])) for leaf in row_leaves)
     row = tuple(
         jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
@@ -128,7 +141,7 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     vector = {kind: array((vocab,), kind) for kind in (jnp.float32, jnp.bool_, jnp.int32)}
     sampler = (vector[jnp.float32], vector[jnp.bool_], vector[jnp.int32])
     pages = state.pages_rnw
-    rows_most = array((shapes.decode_buckets_rows[-1],), jnp.int32)
+    rows_most = array((shapes.force_rows,), jnp.int32)
 
     programs = {
         "set_slot": Program(forward.set_slot, (state, scalar, *sampler, scalar), 0, state_out),
@@ -181,6 +194,13 @@ def declare_programs(static: Static, params: Any, shapes: StepShapes) -> dict[st
     for n_rows in shapes.decode_buckets_rows:
         empty_rows = build_decode(DecodeCall(n_rows, ()), shapes.table_pages, 0)
         programs[decode_name(n_rows)] = over_state(forward.decode, like(empty_rows))
+    for n_rows in shapes.drafted_buckets_rows:
+        empty_rows = build_decode(DecodeCall(n_rows, (), drafted=True), shapes.table_pages, 0)
+        programs[decode_name(n_rows, drafted=True)] = over_state(forward.decode, like(empty_rows))
+    for n_rows in shapes.proposal_buckets_rows:
+        empty = build_proposals((), n_rows, shapes.table_pages, 0)
+        propose = functools.partial(proposals.propose, static=static)
+        programs[proposal_name(n_rows)] = Program(propose, (params, state, like(empty)), 1, state_out)
     return programs
 
 
@@ -196,8 +216,12 @@ def prefill_name(tile_tokens: int) -> str:
     return f"prefill_{tile_tokens}"
 
 
-def decode_name(n_rows: int) -> str:
-    return f"decode_{n_rows}"
+def decode_name(n_rows: int, *, drafted: bool = False) -> str:
+    return f"drafted_{n_rows}" if drafted else f"decode_{n_rows}"
+
+
+def proposal_name(n_rows: int) -> str:
+    return f"propose_{n_rows}"
 
 
 def set_bias(state: DeviceState, slot: jax.Array, bias_v: jax.Array) -> DeviceState:
@@ -263,6 +287,7 @@ class HostOutput:
     top_token_ids_bk: np.ndarray | None = None
     top_logprobs_bk: np.ndarray | None = None
     logits_bv: np.ndarray | None = None
+    counts_b: np.ndarray | None = None
 
 
 class DeviceSteps:
@@ -284,7 +309,7 @@ class DeviceSteps:
         self._scratch_slot = shapes.n_slots - 1
         self._vocab_size = static.config.vocab_size
         self._everywhere = NamedSharding(static.mesh, PartitionSpec())
-        self._sampling: dict[int, tuple[Any, SamplingBatch]] = {}  # by bucket: the latest key and its arrays
+        self._sampling: dict[str, tuple[Any, SamplingBatch]] = {}  # by program: the latest key and its arrays
         self._no_prompt = self.put(np.zeros(self._vocab_size, np.bool_))
         self._no_bias = self.put(np.zeros(self._vocab_size, np.float32))
         self._no_count = self.put(np.zeros(self._vocab_size, np.int32))
@@ -331,7 +356,7 @@ class DeviceSteps:
         self.run("set_bias", np.int32(sequence.slot), build_bias(sequence, output_index, self._vocab_size))
 
     def force_tokens(self, slots_and_tokens: list[tuple[int, int]]) -> None:
-        n_rows = self.shapes.decode_buckets_rows[-1]
+        n_rows = self.shapes.force_rows
         slots = np.full(n_rows, self._scratch_slot, np.int32)
         tokens = np.zeros(n_rows, np.int32)
         for i, (slot, token_id) in enumerate(slots_and_tokens):
@@ -358,14 +383,27 @@ class DeviceSteps:
 
     def decode(self, call: DecodeCall) -> StepOutput:
         """Dispatches a decode call; row i of the result is entry i."""
-        key = sampling_key(call)
-        known_key, sampling = self._sampling.get(call.bucket_rows, (None, None))
+        key, name = sampling_key(call), decode_name(call.bucket_rows, drafted=call.drafted)
+        known_key, sampling = self._sampling.get(name, (None, None))
         batch = build_decode(
             call, self.shapes.table_pages, self._scratch_slot, sampling if known_key == key else None
         )
         if known_key != key:
-            self._sampling[call.bucket_rows] = (key, self.put(batch.sampling))
-        return self._forward(decode_name(call.bucket_rows), batch)
+            self._sampling[name] = (key, self.put(batch.sampling))
+        return self._forward(name, batch)
+
+    def propose(self, entries: Items[DecodeEntry]) -> None:
+        """Lets the MTP layer name the drafts of these entries, for the decode call that follows."""
+        n_lanes = next(rows for rows in self.shapes.proposal_buckets_rows if rows >= len(entries))
+        batch = build_proposals(entries, n_lanes, self.shapes.table_pages, self._scratch_slot)
+        self.state = self._programs[proposal_name(n_lanes)](self.params, self.state, batch)
+
+    def propose_nothing(self, n_lanes: int, n_rounds: int) -> jax.Array:
+        """So many rounds of proposals for nobody, to see what they take."""
+        batch = build_proposals((), n_lanes, self.shapes.table_pages, self._scratch_slot)
+        batch = batch.replace(n_steps=np.int32(n_rounds))
+        self.state = self._programs[proposal_name(n_lanes)](self.params, self.state, batch)
+        return self.state.proposed_sk
 
     def _forward(self, name: str, batch: TileBatch | ScoredTileBatch | DecodeBatch) -> Any:
         self.state, output = self._programs[name](self.params, self.state, batch)
@@ -374,6 +412,8 @@ class DeviceSteps:
     def read(self, output: StepOutput, with_logprobs: bool, with_logits: bool = False) -> HostOutput:
         """Waits for a call's results."""
         host = HostOutput(np.asarray(output.token_ids_b))
+        if output.counts_b is not None:
+            host = replace(host, counts_b=np.asarray(output.counts_b))
         if with_logprobs:
             host = replace(
                 host,

@@ -30,24 +30,34 @@ class SwapImage:
     row: tuple[np.ndarray, ...]
 
 
-def _row_leaves(state: DeviceState) -> Any:
-    return (state.rows, state.hidden_sh, state.last_token_s, state.sampler)
+def row_leaves(state: DeviceState) -> Any:
+    """(what is kept by row, what is kept by slot)"""
+    return (state.rows, state.hidden_sh), (state.last_token_s, state.sampler)
+
+
+def _places(state: DeviceState, slot: jax.Array) -> list[jax.Array]:
+    """Where each leaf of `row_leaves` keeps what is the slot's."""
+    by_row, by_slot = row_leaves(state)
+    row = state.row_s[slot]
+    return [row for _ in jax.tree.leaves(by_row)] + [slot for _ in jax.tree.leaves(by_slot)]
 
 
 def gather_row(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
     """All that a slot holds: its rows, last token and sampler, as a flat tuple."""
     return tuple(
-        lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in jax.tree.leaves(_row_leaves(state))
+        lax.dynamic_index_in_dim(leaf, place, keepdims=False)
+        for leaf, place in zip(jax.tree.leaves(row_leaves(state)), _places(state, slot), strict=True)
     )
 
 
 def scatter_row(state: DeviceState, slot: jax.Array, row: tuple[jax.Array, ...]) -> DeviceState:
     """Writes what `gather_row` returned into a slot, the same or another."""
-    leaves, tree = jax.tree.flatten(_row_leaves(state))
+    leaves, tree = jax.tree.flatten(row_leaves(state))
     written = [
-        lax.dynamic_update_index_in_dim(leaf, value, slot, 0) for leaf, value in zip(leaves, row, strict=True)
+        lax.dynamic_update_index_in_dim(leaf, value, place, 0)
+        for leaf, value, place in zip(leaves, row, _places(state, slot), strict=True)
     ]
-    rows, hidden_sh, last_token_s, sampler = jax.tree.unflatten(tree, written)
+    (rows, hidden_sh), (last_token_s, sampler) = jax.tree.unflatten(tree, written)
     return state.replace(rows=rows, hidden_sh=hidden_sh, last_token_s=last_token_s, sampler=sampler)
 
 

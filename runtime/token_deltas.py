@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from runtime.request import FinishReason, TokenDelta, TokenLogprob
 from runtime.sequence import Sequence
@@ -20,38 +21,56 @@ def finish_reason(sequence: Sequence) -> FinishReason | None:
     return "length" if n_outputs >= sequence.max_output_tokens else None
 
 
-def token_delta(sequence: Sequence, output: HostOutput, row: int, now_s: float) -> TokenDelta:
-    """The newest token, which is the one in row `row`; the first and the last one tell more."""
-    token_id = sequence.output_token_ids[-1]
+def append_tokens(sequence: Sequence, token_ids: Iterable[int]) -> int:
+    """Appends tokens up to the one that ends the answer; how many those are."""
+    for n, token_id in enumerate(token_ids, start=1):
+        sequence.output_token_ids.append(int(token_id))
+        if finish_reason(sequence) is not None:
+            return n
+    return n
+
+
+def token_delta(sequence: Sequence, output: HostOutput, rows: range, now_s: float) -> TokenDelta:
+    """The newest tokens, which are those of `rows`; the first and the last one tell more."""
+    n_outputs = len(sequence.output_token_ids)
+    token_ids = tuple(sequence.output_token_ids[n_outputs - len(rows) :])
     reason = finish_reason(sequence)
-    tells_more = reason is not None or len(sequence.output_token_ids) == 1
+    is_first = n_outputs == len(rows)
+    tells_more = reason is not None or is_first
     return TokenDelta(
         request_id=sequence.request_id,
-        token_ids=(token_id,),
-        logprobs=_logprobs(sequence, output, row),
+        token_ids=token_ids,
+        logprobs=_logprobs(sequence, output, rows),
         finish_reason=reason,
-        stop_token_id=token_id if reason == "stop" else None,
+        stop_token_id=token_ids[-1] if reason == "stop" else None,
         usage=sequence.usage() if tells_more else None,
         times=sequence.times(now_s) if reason else None,
-        prompt_logprobs=sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else None,
-        logits_digest=_logits_digest(sequence, output, row),
+        prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+        logits_digest=_logits_digest(sequence, output, rows),
         # What the receipt tells is complete with the first token, and a stop string may end the answer unannounced.
         receipt=sequence.receipt() if tells_more else None,
     )
 
 
-def _logits_digest(sequence: Sequence, output: HostOutput, row: int) -> str | None:
-    if not sequence.request.wants_logits_digest or output.logits_bv is None:
+def _logits_digest(sequence: Sequence, output: HostOutput, rows: range) -> str | None:
+    logits_bv = output.logits_bv
+    if not sequence.request.wants_logits_digest or logits_bv is None:
         return None
-    return hashlib.blake2b(output.logits_bv[row].tobytes(), digest_size=16).hexdigest()
+    return " ".join(
+        hashlib.blake2b(logits.tobytes(), digest_size=16).hexdigest() for logits in logits_bv[rows]
+    )
 
 
-def _logprobs(sequence: Sequence, output: HostOutput, row: int) -> tuple[TokenLogprob, ...] | None:
+def _logprobs(sequence: Sequence, output: HostOutput, rows: range) -> tuple[TokenLogprob, ...] | None:
     n_best = sequence.request.sampling.logprobs
     if n_best is None or output.logprob_b is None:
         return None
-    if output.top_token_ids_bk is None or output.top_logprobs_bk is None:
+    ids_bk, values_bk = output.top_token_ids_bk, output.top_logprobs_bk
+    if ids_bk is None or values_bk is None:
         return None
-    ids, values = output.top_token_ids_bk[row, :n_best], output.top_logprobs_bk[row, :n_best]
-    top = tuple((int(token_id), float(value)) for token_id, value in zip(ids, values, strict=True))
-    return (TokenLogprob(int(output.token_ids_b[row]), float(output.logprob_b[row]), top),)
+    logprobs = []
+    for row in rows:
+        best = zip(ids_bk[row, :n_best], values_bk[row, :n_best], strict=True)
+        top = tuple((int(token_id), float(value)) for token_id, value in best)
+        logprobs.append(TokenLogprob(int(output.token_ids_b[row]), float(output.logprob_b[row]), top))
+    return tuple(logprobs)

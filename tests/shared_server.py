@@ -23,7 +23,7 @@ def server_arguments() -> list[str]:
         *("--device-memory", "64MiB", "--max-model-len", str(MODEL_LEN_TOKENS)),
         *("--max-concurrency", "4", "--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "64"),
         *("--host-cache", "32MiB", "--drain-seconds", "0.5"),
-        *("--max-waiting", "40", "--max-body", "1MiB"),
+        *("--max-waiting", "40", "--max-body", "1MiB", "--draft", "off"),
         *("--enable-admin", "--admin-key", ADMIN_KEY, "--enable-faults"),
     ]
 

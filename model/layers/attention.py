@@ -145,7 +145,15 @@ def mix(
         if isinstance(at, Tile):
             out = paged_attention.prefill(q, pages, at.page_table_p, at.start_tokens, scale=scale, **where)
         else:
-            out = paged_attention.decode(q, pages, at.page_table_bp, at.position_b + 1, scale=scale, **where)
+            out = paged_attention.decode(
+                q,
+                pages,
+                at.page_table_bp,
+                at.position_b + 1,
+                first_token=at.first_position,
+                scale=scale,
+                **where,
+            )
         return out, pages[None]
 
     heads = static.plan.spec(None, "heads")

@@ -28,7 +28,7 @@ from model.layers.compressor import (
     declare_compressor,
 )
 from model.layers.context import Tile, Tokens
-from model.layers.in_place import after, set_entries, tile_pages
+from model.layers.in_place import after, one_by_one, set_entries, tile_pages
 from model.layers.linear import linear, rms_norm, rotate_last_pairs
 from model.params import MESH_AXIS, ParamSpec, Plan, direct, vector, whole
 from model.state import Row
@@ -173,7 +173,11 @@ def mix(
     static: Static,
 ) -> tuple[jax.Array, jax.Array, Row]:
     """Keeps the tokens' entries, attends to the window and to what is compressed (model/mixers.py)."""
-    on_rank = _tile_on_rank if isinstance(at, Tile) else _tokens_on_rank
+    on_rank = _tokens_on_rank
+    if isinstance(at, Tile):
+        on_rank = _tile_on_rank
+    elif at.from_rows_b is not None:
+        on_rank = _drafts_on_rank
     mixer = _mixer_of(parts)
     rotation = at.rotations["window" if mixer == "sliding" else "compressed"]
     q, entry, latent = _project(weights, x, rotation, static)
@@ -204,25 +208,31 @@ def mix(
 
 def write(weights, x, pages_rnw, row, parts, at, static):  # type: ignore[no-untyped-def]
     """Keeps the window and attends to nothing, in an MTP layer, which is a sliding one (model/mixers.py)."""
-    ring_after = _ring_after_tile if isinstance(at, Tile) else _ring_after_tokens
-    return pages_rnw, {
-        WINDOW: ring_after(row[WINDOW], _entry(weights, x, at.rotations["window"], static), at)
-    }
+    entry = _entry(weights, x, at.rotations["window"], static)
+    if isinstance(at, Tile):
+        return pages_rnw, {WINDOW: _ring_after_tile(row[WINDOW], entry, at)}
+
+    def step(entry, at, pages, row):  # type: ignore[no-untyped-def]
+        return (), pages, {WINDOW: _ring_after_tokens(row[WINDOW], entry, at)}
+
+    if at.from_rows_b is None:
+        return step(entry, at, pages_rnw, row)[1:]
+    return one_by_one(step, at, entry, pages_rnw, row)[1:]
 
 
 def _ring_after_tile(ring_swx, entry_tx, at):  # type: ignore[no-untyped-def]
     """Position p lies in place p mod w. After the tile, each place holds the latest position there is for it."""
     n_w, n_t = ring_swx.shape[1], entry_tx.shape[0]
-    before = lax.dynamic_index_in_dim(ring_swx, at.slot, keepdims=False)
+    before = lax.dynamic_index_in_dim(ring_swx, at.row, keepdims=False)
     last = at.start_tokens + at.valid_tokens - 1
     latest = last - (last - jnp.arange(n_w, dtype=jnp.int32)) % n_w
     of_tile = latest - at.start_tokens
     ring = jnp.where((of_tile >= 0)[:, None], entry_tx[jnp.clip(of_tile, 0, n_t - 1)], before)
-    return lax.dynamic_update_index_in_dim(ring_swx, ring.astype(ring_swx.dtype), at.slot, 0)
+    return lax.dynamic_update_index_in_dim(ring_swx, ring.astype(ring_swx.dtype), at.row, 0)
 
 
 def _ring_after_tokens(ring_swx, entry_bx, at):  # type: ignore[no-untyped-def]
-    return set_entries(ring_swx, at.slots_b, at.position_b % ring_swx.shape[1], entry_bx, axis=0)
+    return set_entries(ring_swx, at.rows_b, at.position_b % ring_swx.shape[1], entry_bx, axis=0)
 
 
 def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
@@ -231,7 +241,7 @@ def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, part
     row = dict(row)
     positions = at.start_tokens + jnp.arange(n_t, dtype=jnp.int32)
     # A tile starts at a multiple of the window, so the ring lies in order before it.
-    near = jnp.concatenate([lax.dynamic_index_in_dim(row[WINDOW], at.slot, keepdims=False), entry])
+    near = jnp.concatenate([lax.dynamic_index_in_dim(row[WINDOW], at.row, keepdims=False), entry])
     near_position = at.start_tokens - n_w + jnp.arange(n_w + n_t, dtype=jnp.int32)
     back = positions[:, None] - near_position
     near_valid = (near_position >= 0) & (back >= 0) & (back < n_w)
@@ -245,7 +255,7 @@ def _tile_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, part
     out = compressed_attention.attend_tile(
         q, near, near_valid, sink, far, scale=compressed.scale, backend=static.backend
     )
-    row[WINDOW] = _ring_after_tile(row[WINDOW], entry, at.replace(slot=after(out, at.slot)))
+    row[WINDOW] = _ring_after_tile(row[WINDOW], entry, at.replace(row=after(out, at.row)))
     return out, pages, row
 
 
@@ -253,7 +263,7 @@ def _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, pa
     compressed = static.config.compressed
     row = dict(row)
     row[WINDOW] = _ring_after_tokens(row[WINDOW], entry, at)
-    near = row[WINDOW][at.slots_b]
+    near = row[WINDOW][at.rows_b]
     n_w = compressed.window_tokens
     held = at.position_b[:, None] - (at.position_b[:, None] - jnp.arange(n_w, dtype=jnp.int32)) % n_w
     for compressor, weight, both in zip(_compressors(compressed, mixer), weights, given, strict=True):
@@ -263,9 +273,19 @@ def _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, pa
         table = at.page_table_bp
         far = _far(mixer, index, pages, table, table, at.position_b, parts, static)
     out = compressed_attention.attend_tokens(
-        q, near, held >= 0, sink, far, scale=compressed.scale, backend=static.backend
+        q, near, held >= at.first_position, sink, far, scale=compressed.scale, backend=static.backend
     )
     return out, pages, row
+
+
+def _drafts_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static):  # type: ignore[no-untyped-def]
+    def step(arrays, at, pages, row):  # type: ignore[no-untyped-def]
+        q, entry, given, index = arrays
+        given = tuple(both_b2c.transpose(1, 0, 2) for both_b2c in given)
+        return _tokens_on_rank(mixer, q, sink, entry, given, weights, index, pages, row, parts, at, static)
+
+    arrays = (q, entry, tuple(both_2bc.transpose(1, 0, 2) for both_2bc in given), index)
+    return one_by_one(step, at, arrays, pages, row)
 
 
 def _far(mixer, index, pages, own_table, table_bp, positions, parts, static) -> Any:  # type: ignore[no-untyped-def]

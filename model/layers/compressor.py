@@ -102,7 +102,7 @@ def compress_tile(compressor, weights, both_2tc, pages, row, ids, parts, at, sta
     windows = both_2tc.reshape(2, -1, m, compressor.width)
     before = None
     if compressor.handed_on:
-        before = lax.dynamic_index_in_dim(row[compressor.handed_part], at.slot, keepdims=False)
+        before = lax.dynamic_index_in_dim(row[compressor.handed_part], at.row, keepdims=False)
     entries = _closed(compressor, weights, windows, before, at.start_tokens // m, static)
     pages = latent_attention.write_tile(
         pages,
@@ -118,15 +118,13 @@ def compress_tile(compressor, weights, both_2tc, pages, row, ids, parts, at, sta
     still_open = (jnp.arange(m, dtype=jnp.int32) < at.valid_tokens % m)[:, None]
     rows = row[compressor.open_part]
     row[compressor.open_part] = lax.dynamic_update_index_in_dim(
-        rows, jnp.where(still_open, rest, jnp.float32(0)), at.slot, 0
+        rows, jnp.where(still_open, rest, jnp.float32(0)), at.row, 0
     )
     if compressor.handed_on:
         last = lax.dynamic_index_in_dim(windows, jnp.maximum(n_closed - 1, 0), axis=1, keepdims=False)
         handed = jnp.where(n_closed > 0, last[..., : compressor.dim], before)
         rows = row[compressor.handed_part]
-        row[compressor.handed_part] = lax.dynamic_update_index_in_dim(
-            rows, handed, after(entries, at.slot), 0
-        )
+        row[compressor.handed_part] = lax.dynamic_update_index_in_dim(rows, handed, after(entries, at.row), 0)
     return pages, row
 
 
@@ -135,7 +133,7 @@ def compress_tokens(compressor, weights, both_2bc, pages, row, parts, at, static
     m, component = compressor.tokens, parts.component(compressor.name)
     place, window = at.position_b % m, at.position_b // m
     both_2bc = both_2bc.at[1].add(weights.bias[place])
-    open_rows = set_entries(row[compressor.open_part], at.slots_b, place, both_2bc.transpose(1, 0, 2), axis=1)
+    open_rows = set_entries(row[compressor.open_part], at.rows_b, place, both_2bc.transpose(1, 0, 2), axis=1)
     closes = place == m - 1
     handed_rows = row.get(compressor.handed_part)
 
@@ -151,7 +149,7 @@ def compress_tokens(compressor, weights, both_2bc, pages, row, parts, at, static
 
         return lax.cond(closes, close, lambda: jnp.zeros((compressor.dim,), jnp.float32))
 
-    entry_bx = lax.map(entry, (at.slots_b, window, closes))
+    entry_bx = lax.map(entry, (at.rows_b, window, closes))
     ids, slots_in_page = page_slots(at.page_table_bp, window, component.shape[0])
     pages = latent_attention.write_tokens(
         pages,
@@ -163,6 +161,6 @@ def compress_tokens(compressor, weights, both_2bc, pages, row, parts, at, static
     )
     row[compressor.open_part] = open_rows
     if handed_rows is not None:
-        new = open_rows[at.slots_b][..., : compressor.dim]
-        row[compressor.handed_part] = exchange_rows(handed_rows, after(entry_bx, at.slots_b), new, closes)
+        new = open_rows[at.rows_b][..., : compressor.dim]
+        row[compressor.handed_part] = exchange_rows(handed_rows, after(entry_bx, at.rows_b), new, closes)
     return pages, row

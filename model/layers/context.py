@@ -13,9 +13,9 @@ Rotation = tuple[jax.Array, jax.Array]
 
 @struct.dataclass
 class Tile:
-    """T tokens of one sequence from `start_tokens` on, those beyond `valid_tokens` padding."""
+    """T tokens of one sequence from `start_tokens` on, those beyond `valid_tokens` padding. `row`: the sequence's."""
 
-    slot: jax.Array
+    row: jax.Array
     start_tokens: jax.Array
     valid_tokens: jax.Array
     page_table_p: jax.Array
@@ -25,10 +25,17 @@ class Tile:
 
 @struct.dataclass
 class Tokens:
-    """One token each of several sequences, at `position_b`."""
+    """One token each of several sequences, at `position_b`, which advances the row `rows_b`.
 
-    slots_b: jax.Array
+    `from_rows_b`, where there are drafts: the row that a token starts from. A draft stands behind its predecessor in
+    the batch and starts from the row that it leaves, so tokens advance rows in their order; None is `rows_b`, side by
+    side. Nothing before `first_position` is attended to (slot 0 of an MTP layer: model/mtp.py).
+    """
+
+    rows_b: jax.Array
     position_b: jax.Array
     page_table_bp: jax.Array
     token_ids_t: jax.Array
     rotations: Mapping[str, Rotation]
+    from_rows_b: jax.Array | None = None
+    first_position: int = struct.field(pytree_node=False, default=0)

@@ -66,3 +66,45 @@ def exchange_rows(rows: jax.Array, slots_b: jax.Array, new_b: jax.Array, wanted_
 
     n_rows = jnp.int32(slots_b.shape[0]) + jnp.minimum(slots_b[0], jnp.int32(0))
     return lax.fori_loop(jnp.int32(0), n_rows, put, rows)
+
+
+def _copy_row(rows: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    def copy(_, rows):  # type: ignore[no-untyped-def]
+        # Read and written in one fusion, all rows would be copied.
+        row = lax.optimization_barrier(lax.dynamic_slice_in_dim(rows, source, 1))
+        return lax.dynamic_update_slice_in_dim(rows, row, target, 0)
+
+    return lax.fori_loop(0, (source != target).astype(jnp.int32), copy, rows)
+
+
+def copy_rows(rows: jax.Array, source_b: jax.Array, target_b: jax.Array) -> jax.Array:
+    """`rows` with row source_b[b] in row target_b[b] as well, one after another."""
+    n_rounds = jnp.int32(source_b.shape[0]) + jnp.minimum(source_b[0], jnp.int32(0))
+    return lax.fori_loop(
+        jnp.int32(0), n_rounds, lambda b, rows: _copy_row(rows, source_b[b], target_b[b]), rows
+    )
+
+
+def one_by_one(step, at, arrays, pages, row):  # type: ignore[no-untyped-def]
+    """Tokens of which some follow others (`at.from_rows_b`), each by itself, in their order: (outs, pages, row).
+
+    `step(arrays, at, pages, row)` gets one token's part of the `arrays` (their first axes) and its Tokens, and returns
+    as much; its row is by then its predecessor's.
+    """
+    n_tokens = at.rows_b.shape[0]
+    from_rows_b, at = at.from_rows_b, at.replace(from_rows_b=None)
+
+    def one(b):  # type: ignore[no-untyped-def]
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, b, 1), (arrays, at))
+
+    def body(b, carry):  # type: ignore[no-untyped-def]
+        outs, pages, row = carry
+        row = {name: _copy_row(rows, from_rows_b[b], at.rows_b[b]) for name, rows in row.items()}
+        out, pages, row = step(*one(b), pages, row)
+        outs = jax.tree.map(lambda all_b, new: lax.dynamic_update_slice_in_dim(all_b, new, b, 0), outs, out)
+        return outs, pages, row
+
+    shapes, _, _ = jax.eval_shape(lambda: step(*one(0), pages, row))
+    outs = jax.tree.map(lambda leaf: jnp.zeros((n_tokens, *leaf.shape[1:]), leaf.dtype), shapes)
+    n_rounds = jnp.int32(n_tokens) + jnp.minimum(at.rows_b[0], jnp.int32(0))
+    return lax.fori_loop(jnp.int32(0), n_rounds, body, (outs, pages, row))

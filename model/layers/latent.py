@@ -19,7 +19,7 @@ from model.cache_layout import Component, LayerParts, RowPart
 from model.config import IndexConfig, LayerConfig, ModelConfig
 from model.layers import pool_index
 from model.layers.context import Tile, Tokens
-from model.layers.in_place import page_slots, set_entries, tile_pages
+from model.layers.in_place import one_by_one, page_slots, set_entries, tile_pages
 from model.layers.linear import layer_norm, linear, rms_norm
 from model.params import MESH_AXIS, ParamSpec, Plan, direct, vector, whole
 from model.state import Row
@@ -180,7 +180,8 @@ def mix(
         index_query = linear(source, index.query), pool_index.head_weights(x, index.head_weights)
 
     def local(q, kept, index_query, pages, row, at):  # type: ignore[no-untyped-def]
-        pages, row = _keep(pages[0], row, *kept, parts, at, static, mtp=False)
+        mtp = isinstance(at, Tokens) and at.first_position > 0
+        pages, row = _keep(pages[0], row, *kept, parts, at, static, mtp=mtp)
         return _attend(q, index_query, pages, parts, at, static), pages[None], row
 
     heads = static.plan.spec(None, "latent_heads")
@@ -209,8 +210,19 @@ def _kept(weights, x, static):  # type: ignore[no-untyped-def]
 
 
 def _keep(pages, row, entry, index, parts, at, static, *, mtp):  # type: ignore[no-untyped-def]
-    keep = _keep_tile if isinstance(at, Tile) else _keep_tokens
-    return keep(pages, row, entry, index, parts, at, static, mtp=mtp)
+    if isinstance(at, Tile):
+        return _keep_tile(pages, row, entry, index, parts, at, static, mtp=mtp)
+    if at.from_rows_b is None or index is None:
+        return _keep_tokens(pages, row, entry, index, parts, at, static, mtp=mtp)
+    parts_2be, bias = index
+
+    def step(arrays, at, pages, row):  # type: ignore[no-untyped-def]
+        entry, parts_b2e = arrays
+        index = parts_b2e.transpose(1, 0, 2), bias
+        return (), *_keep_tokens(pages, row, entry, index, parts, at, static, mtp=mtp)
+
+    _, pages, row = one_by_one(step, at, (entry, parts_2be.transpose(1, 0, 2)), pages, row)
+    return pages, row
 
 
 def _keep_tile(pages, row, entry_tx, index, parts, at, static, *, mtp):  # type: ignore[no-untyped-def]
@@ -232,7 +244,7 @@ def _keep_tile(pages, row, entry_tx, index, parts, at, static, *, mtp):  # type:
     open_pools = row[OPEN_POOL]
     lead = pool - 1 if mtp else 0
     if lead:
-        before = lax.dynamic_index_in_dim(open_pools, at.slot, keepdims=False)[:, :lead]
+        before = lax.dynamic_index_in_dim(open_pools, at.row, keepdims=False)[:, :lead]
         parts_2te = jnp.concatenate([before, parts_2te], axis=1)
     key_me = latent_attention.pool_keys(
         parts_2te[0, :n_t], parts_2te[1, :n_t], bias_je, backend=static.backend
@@ -250,7 +262,7 @@ def _keep_tile(pages, row, entry_tx, index, parts, at, static, *, mtp):  # type:
     rest = lax.dynamic_slice_in_dim(jnp.pad(parts_2te, ((0, 0), (0, pool), (0, 0))), first, pool, axis=1)
     still_open = (first + jnp.arange(pool, dtype=jnp.int32) < end)[:, None]
     rest = jnp.where(still_open, rest, jnp.zeros((), rest.dtype))
-    return pages, {OPEN_POOL: lax.dynamic_update_index_in_dim(open_pools, rest, at.slot, 0)}
+    return pages, {OPEN_POOL: lax.dynamic_update_index_in_dim(open_pools, rest, at.row, 0)}
 
 
 def _keep_tokens(pages, row, entry_bx, index, parts, at, static, *, mtp):  # type: ignore[no-untyped-def]
@@ -270,8 +282,8 @@ def _keep_tokens(pages, row, entry_bx, index, parts, at, static, *, mtp):  # typ
     (parts_2be, bias_je), keys = index, parts.component(INDEX_KEYS)
     pool = bias_je.shape[0]
     in_pool = (at.position_b - (1 if mtp else 0)) % pool
-    open_pools = set_entries(row[OPEN_POOL], at.slots_b, in_pool, parts_2be.transpose(1, 0, 2), axis=1)
-    b2je = open_pools[at.slots_b]
+    open_pools = set_entries(row[OPEN_POOL], at.rows_b, in_pool, parts_2be.transpose(1, 0, 2), axis=1)
+    b2je = open_pools[at.rows_b]
     flat = b2je.transpose(1, 0, 2, 3).reshape(2, -1, b2je.shape[-1])
     key_be = latent_attention.pool_keys(flat[0], flat[1], bias_je, backend=static.backend)
     ids, slots_in_page = page_slots(at.page_table_bp, at.position_b // pool, keys.shape[0])
@@ -305,7 +317,8 @@ def _attend(q, index_query, pages, parts, at, static):  # type: ignore[no-untype
         table = jnp.broadcast_to(at.page_table_p, (q.shape[0], at.page_table_p.shape[0]))
         positions = at.start_tokens + jnp.arange(q.shape[0], dtype=jnp.int32)
     else:
-        table, positions = at.page_table_bp, at.position_b
+        # An MTP layer's pools count from the first position that is attended to.
+        table, positions = at.page_table_bp, at.position_b - at.first_position
         if index_query is None:
             return latent_attention.decode(q, pages, table, positions + 1, **where)
     index, pool = static.config.latent.index, static.config.latent.index.pool_tokens
@@ -320,4 +333,6 @@ def _attend(q, index_query, pages, parts, at, static):  # type: ignore[no-untype
         index,
         static,
     )
+    if isinstance(at, Tokens) and at.first_position:
+        chosen = jnp.where(chosen >= 0, chosen + at.first_position, chosen)
     return latent_attention.attend_chosen(q, pages, table, chosen, **where)

@@ -97,9 +97,9 @@ def advance_tile(
     beta_tkr = jnp.where(real[:, None, None], beta_tkr, 0.0)
     log_decay = jnp.where(real.reshape(-1, *(1,) * (log_decay.ndim - 1)), log_decay, 0.0)
 
-    def local(mixed, beta, log_decay, conv_weight, conv, state, slot, valid):  # type: ignore[no-untyped-def]
+    def local(mixed, beta, log_decay, conv_weight, conv, state, row, valid):  # type: ignore[no-untyped-def]
         tokens, keys = mixed.shape[:2]
-        tail = lax.dynamic_index_in_dim(conv, slot, keepdims=False)
+        tail = lax.dynamic_index_in_dim(conv, row, keepdims=False)
         y, tail = linear_recurrence.short_conv_tile(
             mixed.reshape(tokens, -1),
             tail.reshape(tail.shape[0], -1),
@@ -108,7 +108,7 @@ def advance_tile(
             backend=static.backend,
         )
         q, k, v = _split_conv(y, heads, keys)
-        before = lax.dynamic_index_in_dim(state, slot, keepdims=False)
+        before = lax.dynamic_index_in_dim(state, row, keepdims=False)
         out, after = linear_recurrence.gated_delta_tile(
             q,
             k,
@@ -118,11 +118,11 @@ def advance_tile(
             before,
             backend=static.backend,
         )
-        conv = lax.dynamic_update_index_in_dim(conv, tail.reshape(conv.shape[1:]), slot, 0)
-        state = lax.dynamic_update_index_in_dim(state, after, slot, 0)
+        conv = lax.dynamic_update_index_in_dim(conv, tail.reshape(conv.shape[1:]), row, 0)
+        state = lax.dynamic_update_index_in_dim(state, after, row, 0)
         return out.reshape(tokens, keys, heads.values_per_key, -1), conv, state
 
-    scalars = (at.slot, at.valid_tokens)
+    scalars = (at.row, at.valid_tokens)
     return _on_ranks(local, (mixed_tkc, beta_tkr, log_decay, conv_weight), row, scalars, static)
 
 
@@ -138,13 +138,14 @@ def advance_tokens(
 ) -> tuple[jax.Array, Row]:
     """One token of each of several sequences; their rows advance in place. (out_bkrv float32, row)"""
 
-    def local(mixed, beta, log_decay, conv_weight, conv, state, slots):  # type: ignore[no-untyped-def]
-        n_slots, batch, keys = conv.shape[0], mixed.shape[0], mixed.shape[1]
+    def local(mixed, beta, log_decay, conv_weight, conv, state, rows, chain):  # type: ignore[no-untyped-def]
+        n_rows, batch, keys = conv.shape[0], mixed.shape[0], mixed.shape[1]
         y, tails = linear_recurrence.short_conv_decode(
             mixed.reshape(batch, -1),
-            conv.reshape(n_slots, conv.shape[1], -1),
+            conv.reshape(n_rows, conv.shape[1], -1),
             conv_weight.reshape(-1, 1, conv_weight.shape[-1]),
-            slots,
+            rows,
+            chain,
             backend=static.backend,
         )
         q, k, v = _split_conv(y, heads, keys)
@@ -155,13 +156,15 @@ def advance_tokens(
             _by_value_head(log_decay),
             beta.reshape(batch, -1),
             state,
-            slots,
+            rows,
+            chain,
             backend=static.backend,
         )
         out = out.reshape(batch, keys, heads.values_per_key, -1)
         return out, tails.reshape(conv.shape), states
 
-    return _on_ranks(local, (mixed_bkc, beta_bkr, log_decay, conv_weight), row, (at.slots_b,), static)
+    chain = None if at.from_rows_b is None else linear_recurrence.Chain(at.from_rows_b)
+    return _on_ranks(local, (mixed_bkc, beta_bkr, log_decay, conv_weight), row, (at.rows_b, chain), static)
 
 
 def _by_value_head(log_decay: jax.Array) -> jax.Array:

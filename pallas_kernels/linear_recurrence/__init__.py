@@ -10,13 +10,17 @@ decay is one number a value head (Gated DeltaNet) or one a value head and key ch
 an argument is named `log_decay_..h`, its shape may end in d as well.
 """
 
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _backends, _checks
 from pallas_kernels.linear_recurrence import _composed, reference, xla
+from pallas_kernels.linear_recurrence._chains import Chain
 
 __all__ = [
+    "Chain",
     "gated_delta_decode",
     "gated_delta_drafts",
     "gated_delta_prefill",
@@ -88,19 +92,33 @@ def gated_delta_decode(
     beta_bh: jax.Array,
     states_shdv: jax.Array,
     slots_b: jax.Array,
+    chain: Chain | None = None,
     *,
     backend: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """One token of the gated delta rule for each sequence: (out_bhv float32, states_shdv).
 
     Advances rows `slots_b` (int32) of `states_shdv` (float32), in place when it is donated. Live slots are distinct;
-    padding sequences may share one scratch slot, whose content is then any of theirs.
+    padding sequences may share one scratch slot, whose content is then any of theirs. With a `chain` tokens are taken
+    in their order, each from the row that it names to its slot.
     """
     kernel = "linear_recurrence.gated_delta_decode"
-    run = _backends.choose(kernel, backend, _BUILT).gated_delta_decode
     inputs = (q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh)
-    _check_rule(kernel, "b", inputs, {"states_shdv": states_shdv}, slots_b=(slots_b, "b"))
-    return run(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b)
+    _check_rule(kernel, "b", inputs, {"states_shdv": states_shdv}, **_slots(slots_b, chain))
+    if chain is not None:
+        return _chained(kernel, backend).gated_delta_decode(*inputs, states_shdv, slots_b, chain)
+    return _backends.choose(kernel, backend, _BUILT).gated_delta_decode(*inputs, states_shdv, slots_b)
+
+
+def _chained(kernel: str, backend: str) -> ModuleType:
+    """Who runs chains: sequences side by side cannot, so the kernels of GPUs and TPUs leave them to XLA."""
+    module = _backends.choose(kernel, backend, _BUILT)
+    return module if module is reference else xla
+
+
+def _slots(slots_b: jax.Array, chain: Chain | None) -> dict[str, tuple[jax.Array, str]]:
+    named = {"slots_b": (slots_b, "b")}
+    return named if chain is None else named | {"from_slots_b": (chain.from_slots_b, "b")}
 
 
 def gated_delta_drafts(
@@ -204,23 +222,23 @@ def short_conv_decode(
     tails_sjc: jax.Array,
     weight_cj1: jax.Array,
     slots_b: jax.Array,
+    chain: Chain | None = None,
     *,
     backend: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """One token of the convolution for each sequence: (y_bc in x's dtype, tails_sjc).
 
-    Shifts rows `slots_b` (int32) of `tails_sjc` by one input, in place when it is donated. Slots as in
+    Shifts rows `slots_b` (int32) of `tails_sjc` by one input, in place when it is donated. Slots and chain as in
     gated_delta_decode, arguments otherwise as in short_conv_tile.
     """
     kernel = "linear_recurrence.short_conv_decode"
-    run = _backends.choose(kernel, backend, _BUILT).short_conv_decode
     sizes = _checks.axes(
         kernel,
         {
             "x_bc": (x_bc, "bc"),
             "tails_sjc": (tails_sjc, "sjc"),
             "weight_cj1": (weight_cj1, "c1T"),
-            "slots_b": (slots_b, "b"),
+            **_slots(slots_b, chain),
         },
         {"1": 1},
     )
@@ -230,4 +248,6 @@ def short_conv_decode(
         )
     _checks.floating(kernel, x_bc=x_bc, tails_sjc=tails_sjc, weight_cj1=weight_cj1)
     _checks.integer(kernel, slots_b=slots_b)
-    return run(x_bc, tails_sjc, weight_cj1, slots_b)
+    if chain is not None:
+        return _chained(kernel, backend).short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b, chain)
+    return _backends.choose(kernel, backend, _BUILT).short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b)

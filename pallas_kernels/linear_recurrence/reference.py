@@ -34,11 +34,11 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     return out_thv, state_hdv
 
 
-def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b):
+def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b, chain=None):
     """See the entry point."""
     out = []
     for b in range(slots_b.shape[0]):
-        state_hdv = states_shdv[slots_b[b]]
+        state_hdv = states_shdv[(slots_b if chain is None else chain.from_slots_b)[b]]
         out_hv, state_hdv = _token(state_hdv, q_bkd[b], k_bkd[b], v_bhv[b], log_decay_bh[b], beta_bh[b])
         states_shdv = states_shdv.at[slots_b[b]].set(state_hdv)
         out.append(out_hv)
@@ -54,11 +54,12 @@ def short_conv_tile(x_tc, tail_jc, weight_cj1, valid_tokens):
     return jax.nn.silu(total).astype(x_tc.dtype), tail
 
 
-def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b):
+def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b, chain=None):
     """See the entry point."""
     out = []
     for b in range(slots_b.shape[0]):
-        y_tc, tail_jc = short_conv_tile(x_bc[b][None], tails_sjc[slots_b[b]], weight_cj1, jnp.int32(1))
+        tail_jc = tails_sjc[(slots_b if chain is None else chain.from_slots_b)[b]]
+        y_tc, tail_jc = short_conv_tile(x_bc[b][None], tail_jc, weight_cj1, jnp.int32(1))
         tails_sjc = tails_sjc.at[slots_b[b]].set(tail_jc)
         out.append(y_tc[0])
     return jnp.stack(out), tails_sjc

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.linear_recurrence import xla_channels
+from pallas_kernels.linear_recurrence._chains import row_before
 from pallas_kernels.linear_recurrence._solve import chunk_tokens as _chunk_tokens
 from pallas_kernels.linear_recurrence._solve import dot as _dot
 from pallas_kernels.linear_recurrence._solve import invert_unit_lower as _invert_unit_lower
@@ -81,7 +82,7 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_th, beta_th, state_hdv):
     return out_nikrv.reshape(n * c, n_h, n_v)[:t], state_krdv.reshape(n_h, d, n_v)
 
 
-def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b):
+def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b, chain=None):
     """See the entry point.
 
     One row of states at a time, so that its second use (the update) finds it in the processor's cache: read once,
@@ -89,7 +90,7 @@ def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, 
     """
     if log_decay_bh.ndim == 3:
         return xla_channels.gated_delta_decode(
-            q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b
+            q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, slots_b, chain
         )
     n_b, n_k, d = q_bkd.shape
     n_h, n_v = v_bhv.shape[1:]
@@ -106,7 +107,7 @@ def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bh, beta_bh, states_shdv, 
             lax.dynamic_slice_in_dim(x, b, 1) for x in (q_bhd, k_bhd, v_bhv, decay_bh1, beta_bh1, qk_bh1)
         )
         # The slice keeps its leading axis of 1 for all its uses: with two shapes XLA copies the row twice.
-        state_1hdv = lax.dynamic_slice_in_dim(states_shdv, slots_b[b], 1)
+        state_1hdv = row_before(states_shdv, slots_b, chain, b)
         u_1hv = beta * (v - decay * _dot("xhd,xhdv->xhv", k, state_1hdv))
         out_1hv = decay * _dot("xhd,xhdv->xhv", q, state_1hdv) + qk * u_1hv
         state_1hdv = decay[..., None] * state_1hdv + k[..., None] * u_1hv[:, :, None, :]
@@ -133,7 +134,7 @@ def short_conv_tile(x_tc, tail_jc, weight_cj1, valid_tokens):
     return jax.nn.silu(total_tc).astype(x_tc.dtype), tail_jc
 
 
-def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b):
+def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b, chain=None):
     """See the entry point."""
     n_b, n_c = x_bc.shape
     n_j = tails_sjc.shape[1]
@@ -143,9 +144,7 @@ def short_conv_decode(x_bc, tails_sjc, weight_cj1, slots_b):
         # The new row is made from the copy of the old one, not from the slice: XLA then sees that the slice is done
         # with before the row is overwritten, and does not copy all tails to keep it.
         old_bjc, tails_sjc = carry
-        old_bjc = lax.dynamic_update_slice_in_dim(
-            old_bjc, lax.dynamic_slice_in_dim(tails_sjc, slots_b[b], 1), b, 0
-        )
+        old_bjc = lax.dynamic_update_slice_in_dim(old_bjc, row_before(tails_sjc, slots_b, chain, b), b, 0)
         old_1jc = lax.dynamic_slice_in_dim(old_bjc, b, 1)
         row_1jc = jnp.concatenate([old_1jc[:, 1:], lax.dynamic_slice_in_dim(new_b1c, b, 1)], axis=1)
         return old_bjc, lax.dynamic_update_slice_in_dim(tails_sjc, row_1jc, slots_b[b], 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.linear_recurrence._chains import row_before
 from pallas_kernels.linear_recurrence._solve import chunk_tokens, dot, invert_unit_lower, l2norm
 
 # Below this many tokens products are too small to pay. Measured: 2, 4, 8, 16 took 353, 276, 334, 421 ms (2,048 tokens).
@@ -90,7 +91,7 @@ def gated_delta_tile(q_tkd, k_tkd, v_thv, log_decay_thd, beta_th, state_hdv):
     return out_nhiv.transpose(0, 2, 1, 3).reshape(n * c, n_h, -1)[:t], state_hdv
 
 
-def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bhd, beta_bh, states_shdv, slots_b):
+def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bhd, beta_bh, states_shdv, slots_b, chain):
     """See the entry point. As xla.gated_delta_decode, row by row in place."""
     n_b, n_k, d = q_bkd.shape
     n_h, n_v = v_bhv.shape[1:]
@@ -106,7 +107,7 @@ def gated_delta_decode(q_bkd, k_bkd, v_bhv, log_decay_bhd, beta_bh, states_shdv,
     def row(b, carry):
         out_bhv, states_shdv = carry
         q_in, k_in, k, v, decay, beta, qk = (lax.dynamic_slice_in_dim(x, b, 1) for x in inputs)
-        state_1hdv = lax.dynamic_slice_in_dim(states_shdv, slots_b[b], 1)
+        state_1hdv = row_before(states_shdv, slots_b, chain, b)
         u_1hv = beta * (v - dot("xhd,xhdv->xhv", k_in, state_1hdv))
         out_1hv = dot("xhd,xhdv->xhv", q_in, state_1hdv) + qk * u_1hv
         state_1hdv = decay[..., None] * state_1hdv + k[..., None] * u_1hv[:, :, None, :]

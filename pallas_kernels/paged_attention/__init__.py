@@ -165,17 +165,23 @@ def decode(
     offset_words: int,
     page_tokens: int,
     scale: float,
+    first_token: int = 0,
     backend: str = "auto",
 ) -> jax.Array:
-    """Attention of one query token a sequence over keys [0, context_tokens_b): out_bgrd in q's dtype.
+    """Attention of one query token a sequence over keys [first_token, context_tokens_b): out_bgrd in q's dtype.
 
     The current token's entry is already written and counted in `context_tokens_b` (int32); a context of 0 gives
     zeros. Softmax is float32. A sequence's result depends on its own query, entries in [0, context) and context alone
     (and on the batch size as a shape): not on its neighbours, on page ids, on the table's width or on anything stored
-    beyond its context.
+    beyond its context. `first_token` is of the first page.
     """
     kernel = "paged_attention.decode"
-    run = _backends.choose(kernel, backend, _BUILT).decode
+    module = _backends.choose(kernel, backend, _BUILT)
+    where = dict(offset_words=offset_words, page_tokens=page_tokens, scale=scale)
+    if first_token:
+        # What a few proposals of an MTP layer read: no kernel's business.
+        module = module if module is reference else xla
+        where["first_token"] = first_token
     pages_nw = _pages.flat(pages_nw)
     sizes = _checks.axes(
         kernel,
@@ -188,15 +194,7 @@ def decode(
     _check_component(kernel, pages_nw, offset_words, page_tokens, sizes["g"], sizes["d"])
     _checks.of_dtype(kernel, _checks.MODEL_DTYPE_OF_WORD[pages_nw.dtype], q_bgrd=q_bgrd)
     _checks.integer(kernel, page_table_bp=page_table_bp, context_tokens_b=context_tokens_b)
-    return run(
-        q_bgrd,
-        pages_nw,
-        page_table_bp,
-        context_tokens_b,
-        offset_words=offset_words,
-        page_tokens=page_tokens,
-        scale=scale,
-    )
+    return module.decode(q_bgrd, pages_nw, page_table_bp, context_tokens_b, **where)
 
 
 def decode_drafts(

@@ -62,13 +62,16 @@ def prefill(q_tgrd, pages_nw, page_table_p, start_tokens, *, offset_words, page_
     return one(q_tgrd.astype(jnp.float32), positions_t).astype(q_tgrd.dtype)
 
 
-def decode(q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, page_tokens, scale):
+def decode(
+    q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, page_tokens, scale, first_token=0
+):
     """See the entry point."""
     g, _, d = q_bgrd.shape[1:]
 
     def sequence(args):
         q_grd, page_table_p, context_tokens = args
         entries = _entries(pages_nw, page_table_p, context_tokens, offset_words, page_tokens, g, d)
-        return _attend(q_grd.astype(jnp.float32), entries, context_tokens, scale)
+        entries = entries[:, :, first_token:]
+        return _attend(q_grd.astype(jnp.float32), entries, context_tokens - first_token, scale)
 
     return jax.lax.map(sequence, (q_bgrd, page_table_bp, context_tokens_b)).astype(q_bgrd.dtype)

@@ -121,7 +121,9 @@ def prefill(q_tgrd, pages_nw, page_table_p, start_tokens, *, offset_words, page_
     return out_gxd.reshape(g, r, t, d).transpose(2, 0, 1, 3).astype(q_tgrd.dtype)
 
 
-def decode(q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, page_tokens, scale):
+def decode(
+    q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, page_tokens, scale, first_token=0
+):
     """See the entry point.
 
     One sequence after the other, each over its own pages: no sequence waits for a longer one, and the bits of one
@@ -145,7 +147,7 @@ def decode(q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, p
 
         def partial(page, carry):
             position_s = page * jnp.int32(page_tokens) + jnp.arange(page_tokens, dtype=jnp.int32)
-            valid_s = position_s < context_tokens
+            valid_s = (position_s < context_tokens) & (position_s >= first_token)
             entries = fetch(page)
             # Values beyond the context may be anything, and 0 * NaN is NaN.
             keys_gsd, values_gsd = jnp.where(valid_s[:, None], entries, jnp.zeros((), entries.dtype))
@@ -153,8 +155,11 @@ def decode(q_bgrd, pages_nw, page_table_bp, context_tokens_b, *, offset_words, p
 
         n_full = context_tokens // jnp.int32(page_tokens)
         n_pages = (context_tokens + jnp.int32(page_tokens - 1)) // jnp.int32(page_tokens)
-        carry = lax.fori_loop(jnp.int32(0), n_full, full, _start(g, n_rows, d))
-        _, total_gx, sum_gxd = lax.fori_loop(n_full, n_pages, partial, carry)
+        carry, n_done = _start(g, n_rows, d), jnp.int32(0)
+        if first_token:
+            carry, n_done = partial(n_done, carry), jnp.int32(1)
+        carry = lax.fori_loop(n_done, n_full, full, carry)
+        _, total_gx, sum_gxd = lax.fori_loop(jnp.maximum(n_done, n_full), n_pages, partial, carry)
         return sum_gxd / jnp.where(total_gx > 0, total_gx, jnp.float32(1))[..., None]
 
     out_bgxd = lax.map(sequence, (q_bgxd, page_table_bp, context_tokens_b))

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from model.batch import DecodeBatch, SamplingBatch, TileBatch
+from model.batch import DecodeBatch, Drafts, ProposalBatch, SamplingBatch, TileBatch
 from model.cache_layout import cache_layout
 from model.config import ModelConfig, load_config
-from model.forward import decode, prompt_logits
+from model.forward import decode, prefill, prompt_logits
 from model.loading import load_params
 from model.params import MESH_AXIS, Plan
+from model.proposals import propose
 from model.state import DeviceState, make_state
 from model.static import Static
 
@@ -46,12 +47,20 @@ class Driver:
             make_static(config, mesh, backend), load_params(model_dir, config, mesh, jnp.dtype(jnp.float32))
         )
 
-    def state(self) -> DeviceState:
-        return make_state(self.static, N_PAGES, N_SLOTS)
+    def state(self, n_spare_rows: int = 0) -> DeviceState:
+        return make_state(self.static, N_PAGES, N_SLOTS, n_spare_rows)
 
     def run_prompt_logits(self, state: DeviceState, tiles: TileBatch) -> tuple[DeviceState, np.ndarray]:
         state, logits = _prompt_logits(self.params, state, tiles, self.static)
         return state, np.asarray(logits)
+
+    def run_prompts(self, state: DeviceState, prompts: dict[int, np.ndarray]) -> DeviceState:
+        """Computes whole prompts; the first token of each answer is its slot's last one."""
+        tiles = tiles_of(prompts, self.static.layout.page_tokens, 8, row_pages=self.static.layout.row_pages)
+        return _prefill(self.params, state, tiles, self.static)[0]
+
+    def propose(self, state: DeviceState, batch: ProposalBatch) -> DeviceState:
+        return _propose(self.params, state, batch, self.static)
 
     def run_decode(self, state: DeviceState, batch: DecodeBatch) -> tuple[DeviceState, Any]:
         return _decode(self.params, state, batch, self.static)
@@ -63,6 +72,8 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 _prompt_logits = partial(jax.jit, static_argnums=3, donate_argnums=1, compiler_options=FAST_COMPILE)(
     prompt_logits
 )
+_prefill = partial(jax.jit, static_argnums=3, donate_argnums=1, compiler_options=FAST_COMPILE)(prefill)
+_propose = partial(jax.jit, static_argnums=3, donate_argnums=1, compiler_options=FAST_COMPILE)(propose)
 _decode = partial(jax.jit, static_argnums=3, donate_argnums=1, compiler_options=FAST_COMPILE)(decode)
 
 
@@ -137,3 +148,30 @@ def decode_batch(positions: dict[int, int], bucket: int) -> DecodeBatch:
     for i, (slot, at) in enumerate(positions.items()):
         slots[i], position[i], table[i] = slot, at, pages_of(slot)
     return DecodeBatch(slots, position, table, greedy(bucket))
+
+
+def drafted_batch(
+    fed: dict[int, tuple[int, list[int]]], n_rows: int, sampling: SamplingBatch | None = None
+) -> DecodeBatch:
+    """Each slot's last token at its position, with these drafts (-1: what was proposed) behind it."""
+    slots = np.full(n_rows, N_SLOTS - 1, np.int32)
+    position, place, ids = (np.zeros(n_rows, np.int32) for _ in range(3))
+    table = np.zeros((n_rows, TABLE_PAGES), np.int32)
+    row = 0
+    for slot, (at, drafts) in fed.items():
+        for i, token_id in enumerate([0, *drafts]):
+            slots[row], position[row], place[row], ids[row] = slot, at + i, i, token_id
+            table[row] = pages_of(slot)
+            row += 1
+    return DecodeBatch(slots, position, table, sampling or greedy(n_rows), Drafts(place, ids))
+
+
+def proposal_batch(wanted: dict[int, tuple[int, int]], n_rows: int) -> ProposalBatch:
+    """For each slot (the position of its last token, how many tokens are to be proposed)."""
+    slots = np.full(n_rows, N_SLOTS - 1, np.int32)
+    position, n_drafts = np.zeros(n_rows, np.int32), np.zeros(n_rows, np.int32)
+    table = np.zeros((n_rows, TABLE_PAGES), np.int32)
+    for i, (slot, (at, n)) in enumerate(wanted.items()):
+        slots[i], position[i], n_drafts[i], table[i] = slot, at, n, pages_of(slot)
+    n_steps = np.int32(n_drafts.max())
+    return ProposalBatch(n_steps, slots, position, n_drafts, table, greedy(n_rows))

@@ -158,7 +158,7 @@ def deepseek_v4_with_mtp(tmp_path_factory):
 @partial(jax.jit, static_argnums=5, donate_argnums=1, compiler_options=FAST_COMPILE)
 def _trunk_tile(params, state, token_ids, start, table, static):
     positions = start + jnp.arange(len(token_ids), dtype=jnp.int32)
-    rotation = forward._rotations(static.config, positions)
+    rotation = forward.rotations_of(static.config, positions)
     at = Tile(jnp.int32(SLOT), start, jnp.int32(len(token_ids)), table, token_ids, rotation)
     embedded = embed(params.embedding, token_ids, static.plan, static.mesh)
     _, left, pages, rows = forward._trunk(params, embedded, state.pages_rnw, state.rows, at, static)

@@ -15,6 +15,7 @@ def small_server() -> Iterator[str]:
         *("--model", str(shared_path("tiny_models/qwen3_5")), "--host-cache", "256MiB"),
         *("--device-memory", "14MiB", "--max-model-len", "3072", "--max-concurrency", "4"),
         *("--decode-buckets", "4", "--grid-tokens", "64", "--prefill-tokens", "128", "--enable-faults"),
+        *("--draft", "off"),
         *("--tool-parser", "qwen3"),
     ) as process:
         yield process.url

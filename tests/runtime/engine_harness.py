@@ -17,6 +17,7 @@ from cache_tiers.arena import PageArena
 from cache_tiers.costs import CostModel
 from cache_tiers.prefix_cache import PrefixCache
 from model.state import make_state
+from runtime.drafting import Drafting
 from runtime.engine import Engine
 from runtime.engine_builder import EngineOptions, plan_only
 from runtime.request import GenerationRequest, SamplingParams, TokenDelta
@@ -31,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 SHORT = replace(GREEDY, max_tokens=12)
 
 
-def options_for(model: str, ranks: int = 1) -> EngineOptions:
+def options_for(model: str, ranks: int = 1, **changes) -> EngineOptions:
     options = EngineOptions(
         model_dir=shared_path(f"tiny_models/{model}"),
         mesh_ranks=ranks,
@@ -43,8 +44,10 @@ def options_for(model: str, ranks: int = 1) -> EngineOptions:
         queue_limit=64,
         swap_bytes=1 << 30,
         return_logits=True,
+        draft="off",
         tiers=TierOptions(host_bytes=1),  # for the programs of transfers; `again` says how large it really is
     )
+    options = replace(options, **changes)
     needs = plan_only(options).needs
     return replace(options, device_memory_bytes=needs.fixed_bytes + ARENA_PAGES * needs.page_bytes)
 
@@ -63,6 +66,7 @@ class Harness:
         *,
         settle_replies: bool = True,
         behind: Callable[[PrefixCache], TiersBehind] | None = None,
+        drafting: Drafting | None = None,
         identity_changes: dict | None = None,
         **changes,
     ) -> Engine:
@@ -76,11 +80,13 @@ class Harness:
         costs = CostModel(prefill_s_per_token=1.0, learns=False)  # whatever can be restored is
         fresh = PrefixCache(cache_config, PageArena(cache.arena.capacity + 1), identity, costs=costs)
         old = self.steps
-        state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots)
+        state = make_state(old.static, old.shapes.n_pages, old.shapes.n_slots, old.shapes.n_spare_rows)
         steps = DeviceSteps(old.static, old.params, state, old.shapes, old._programs)
         eos = tuple(self.engine._eos_token_ids)
         tiers = behind(fresh) if behind is not None else None
-        engine = Engine(steps, config, fresh, eos, 64, settle_replies=settle_replies, behind=tiers)
+        engine = Engine(
+            steps, config, fresh, eos, 64, settle_replies=settle_replies, behind=tiers, drafting=drafting
+        )
         engine.start()
         return engine
 
@@ -109,8 +115,8 @@ class Collector:
         return [token for delta in self.deltas for token in delta.token_ids]
 
     @property
-    def digests(self) -> list[str | None]:
-        return [delta.logits_digest for delta in self.deltas]
+    def digests(self) -> list[str]:
+        return [digest for delta in self.deltas for digest in (delta.logits_digest or "").split()]
 
     @property
     def logprobs(self):
