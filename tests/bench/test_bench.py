@@ -45,6 +45,7 @@ def test_decode_reports_its_shares(capsys: pytest.CaptureFixture[str]) -> None:
         assert result["work"]["all_bytes"] > result["work"]["weights_bytes"]
 
 
+@pytest.mark.slow
 def test_prefill_reports_its_shares(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tokens", "192", "--grid-tokens", "128", "--prefill-tokens", "128", *QUICK]
     report = _report(capsys, prefill, flags)
@@ -65,6 +66,7 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GB/s floor" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_schedule_reports_gaps_and_the_share_of_the_solo_rate(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--prompt-tokens", "512", "--prefill-tokens", "64", "--grid-tokens", "64", "--streams", "2"]
     flags += ["--stream-prompt-tokens", "8", "--device-mib", "64", "--json"]
@@ -75,6 +77,7 @@ def test_schedule_reports_gaps_and_the_share_of_the_solo_rate(capsys: pytest.Cap
     assert report["compiles_after_ready"] == 0
 
 
+@pytest.mark.slow
 def test_startup_splits_the_start_into_phases(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--starts",

@@ -34,6 +34,7 @@ def test_messages_compares_few_and_many_of_the_same_tokens(capsys: pytest.Captur
         assert result["checkpoints_published"]["max"] <= 4
 
 
+@pytest.mark.slow
 def test_restore_reports_the_ratio_to_its_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = (
         "--tokens",
@@ -60,6 +61,7 @@ def test_restore_reports_the_ratio_to_its_target(capsys: pytest.CaptureFixture[s
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_isolation_pairs_windows_with_and_without_traffic(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -73,6 +75,7 @@ def test_isolation_pairs_windows_with_and_without_traffic(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_beside_tells_the_prompts_that_overlap_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--long-tokens", "1024", "--turn-tokens", "64", "--short-tokens", "192", "--every-s", "0.05")
     model = str(shared_path("tiny_models/qwen3_5"))

@@ -217,7 +217,7 @@ class DenseMachine(CacheMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
 
-@pytest.mark.parametrize(("machine", "n_runs"), [(CacheMachine, 160), (DenseMachine, 60)])
+@pytest.mark.parametrize(("machine", "n_runs"), [(CacheMachine, 100), (DenseMachine, 30)])
 def test_cache_agrees_with_a_dictionary(machine: type[CacheMachine], n_runs: int) -> None:
     """10,000 steps in all, the same ones every time, with every law after every call."""
     run_state_machine_as_test(

@@ -11,7 +11,14 @@ from tests.model.test_mtp import deepseek_v4_with_mtp  # noqa: F401
 from tests.shared import shared_path
 
 N_ROWS = 8
-FAMILIES = ["qwen3_5", "qwen3_next", "llama", "kimi_linear", "glm5_next", "deepseek_v4"]
+FAMILIES = [
+    "qwen3_5",
+    "deepseek_v4",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3_next", "qwen3", "kimi_linear", "glm5_next")
+    ),
+]
 PROMPTS = {0: 61, 2: 130, 3: 7}
 N_TOKENS = 24
 

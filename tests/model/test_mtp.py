@@ -75,7 +75,7 @@ def _same_as_the_reference(reference, hidden, logits):
     np.testing.assert_allclose(logits, reference["mtp_logits_4"], atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("model", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_logits_from_the_stored_keys_and_values_match_the_reference(model):
     folder = shared_path(f"tiny_models/{model}")
     driver, reference = Driver.load(folder), np.load(folder / "reference.npz")
@@ -99,6 +99,7 @@ def test_logits_from_the_stored_keys_and_values_match_the_reference(model):
     _same_as_the_reference(reference, *_logits(driver, prompt, x))
 
 
+@pytest.mark.slow
 def test_logits_from_the_stored_latents_and_pool_keys_match_the_reference():
     """GLM: pools count from slot 1, and a pool's key lies in the slot that its last token's page begins or holds."""
     folder = shared_path("tiny_models/glm5_next")

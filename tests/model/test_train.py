@@ -215,6 +215,7 @@ def test_training_lowers_the_loss_and_exports_what_the_loader_reads(
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resumed_run_repeats_the_uninterrupted_one(corpus: Path, tmp_path: Path) -> None:
     whole = Trainer(TINY, tmp_path / "whole", corpus)
     expected = [whole.train_step(p) for p in (0.1, 0.3, 0.6, 0.9)]

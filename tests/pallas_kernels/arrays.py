@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+"""For interpreted kernels: compiling them is most of their tests' time, and nobody serves with them."""
+
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax.Array:
     """Standard normal values of `dtype`."""

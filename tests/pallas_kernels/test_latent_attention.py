@@ -13,7 +13,14 @@ import pytest
 from pallas_kernels import latent_attention
 from pallas_kernels.latent_attention import gpu, tpu
 from pallas_kernels.latent_attention.cases import CASES
-from tests.pallas_kernels.arrays import assert_close, assert_in_place, assert_same_bits, interpreted, normal
+from tests.pallas_kernels.arrays import (
+    FAST_COMPILE,
+    assert_close,
+    assert_in_place,
+    assert_same_bits,
+    interpreted,
+    normal,
+)
 
 SMALL = [case for case in CASES if not case.large]
 # Interpreting a TPU takes seconds: one of its cases is fast.
@@ -42,7 +49,8 @@ def _offset(case):
 def _run(backend, function, **kw):
     if backend in CHIPS and function not in ("pool_keys", "chosen_positions"):
         kernel = getattr(CHIPS[backend], function)
-        return jax.jit(functools.partial(kernel, interpret=interpreted(backend), **kw))
+        kernel = functools.partial(kernel, interpret=interpreted(backend), **kw)
+        return jax.jit(kernel, compiler_options=FAST_COMPILE)
     return jax.jit(functools.partial(getattr(latent_attention, function), backend=backend, **kw))
 
 

@@ -15,7 +15,7 @@ from pallas_kernels import linear_recurrence
 from pallas_kernels.linear_recurrence import gpu, tpu
 from pallas_kernels.linear_recurrence.cases import CASES
 from pallas_kernels.linear_recurrence.programs import gates
-from tests.pallas_kernels.arrays import assert_close, assert_same_bits, normal
+from tests.pallas_kernels.arrays import FAST_COMPILE, assert_close, assert_same_bits, normal
 
 BACKENDS = {"gpu": gpu, "tpu": tpu}
 CI = [
@@ -38,7 +38,8 @@ FUNCTIONS = dict(
 def _run(backend, function, **kw):
     name = FUNCTIONS[function]
     if backend in BACKENDS:
-        return jax.jit(functools.partial(getattr(BACKENDS[backend], name), interpret=True, **kw))
+        kernel = functools.partial(getattr(BACKENDS[backend], name), interpret=True, **kw)
+        return jax.jit(kernel, compiler_options=FAST_COMPILE)
     return jax.jit(functools.partial(getattr(linear_recurrence, name), backend=backend, **kw))
 
 

@@ -225,7 +225,7 @@ def test_padding_sequences_may_share_the_scratch_slot():
     assert_same_bits(written[1:], alone[1:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_writing_and_attending_copies_no_arena(dtype):
     """As a model does: several layers unrolled, each writes its entries and attends, then the next follows."""
     case = Case("in place", 2, 4, 32, dtype, 64, 0, 1)

@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import gpu, tpu
 from pallas_kernels.paged_attention.cases import CASES
-from tests.pallas_kernels.arrays import assert_close, assert_same_bits, ci_cases, interpreted
+from tests.pallas_kernels.arrays import FAST_COMPILE, assert_close, assert_same_bits, ci_cases, interpreted
 from tests.pallas_kernels.test_paged_attention import Arena, _page_ids, _queries, _table
 
 BACKENDS = {"gpu": gpu, "tpu": tpu}
@@ -34,9 +34,8 @@ def _run(backend, function, case, chip):
         kw["scale"] = case.head_dim**-0.5
     if backend == "reference":
         return jax.jit(functools.partial(getattr(paged_attention, function), backend=backend, **kw))
-    return jax.jit(
-        functools.partial(getattr(BACKENDS[backend], function), interpret=interpreted(backend), **kw)
-    )
+    kernel = functools.partial(getattr(BACKENDS[backend], function), interpret=interpreted(backend), **kw)
+    return jax.jit(kernel, compiler_options=FAST_COMPILE)
 
 
 @pytest.mark.parametrize(("backend", "case"), CI)

@@ -57,7 +57,9 @@ def test_greedy_tokens_are_the_references(hybrid):
     wait_idle(hybrid.engine)
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("qwen3", 1), ("qwen3_5", 4)])
+@pytest.mark.parametrize(
+    ("model", "ranks"), [("qwen3", 1), pytest.param("qwen3_5", 4, marks=pytest.mark.slow)]
+)
 def test_other_models_and_meshes(model, ranks):
     options = options_for(model, ranks)
     harness = Harness(build_engine(options), options.model_dir)

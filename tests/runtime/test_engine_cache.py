@@ -268,7 +268,7 @@ def test_a_call_whose_caller_has_gone_is_left_out(engine):
         pytest.param("qwen3_next", 4, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", 2, marks=pytest.mark.slow),
         pytest.param("kimi_linear", 2, marks=pytest.mark.slow),
-        pytest.param("glm5_next", 1),
+        pytest.param("glm5_next", 1, marks=pytest.mark.slow),
         pytest.param("glm5_next", 4, marks=pytest.mark.slow),
         pytest.param("deepseek_v4", 1, marks=pytest.mark.slow),
         pytest.param("deepseek_v4", 4, marks=pytest.mark.slow),

@@ -14,7 +14,8 @@ from tests.server_process import REPOSITORY
 STATS = EngineStats(
     waiting=1, running=2, preempted=3, rows_active=2, rows_capacity=4, pages_capacity=10, pages_free=6,
     pages_held=1, pages_cached=2, pages_rows=2, pages_fenced=1, steps_total=7, prefill_tokens_total=100,
-    generated_tokens_total=50, alive=True, tier_bytes=(("host", "resident", 7),),
+    generated_tokens_total=50, draft_source="mtp", drafts_proposed=(4, 2), drafts_accepted=(3, 1),
+    alive=True, tier_bytes=(("host", "resident", 7),),
 )  # fmt: skip
 
 
