@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "disk": "records written to disk and read back, against plain files",
     "http": "a token from the engine to the client's socket",
     "constrained": "answers that must have a form, beside free ones",
+    "drafts": "tokens ahead of the model, and --deterministic, against neither",
     "kernels": "each kernel's calls against the device's floors",
     "trace_cost": "running streams while a step trace is taken",
     "trace": "the prefix cache on a request trace",

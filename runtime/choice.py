@@ -95,7 +95,7 @@ class ChoiceAssembler:
             stop_reason,
             error=(delta.error or "generation failed") if delta.finish_reason == "error" else None,
             times=delta.times,
-            logits_digests=(delta.logits_digest,) if delta.logits_digest is not None else (),
+            logits_digests=delta.logits_digests[: len(token_ids)],
             receipt=self._receipt if self.finished else None,
             prompt_logprobs=delta.prompt_logprobs,
         )

@@ -153,7 +153,7 @@ class TokenDelta:
     times: RequestTimes | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token, where the request asked."""
-    logits_digest: str | None = None
+    logits_digests: tuple[str, ...] = ()  # of each token, where the request wants them
     """Of the float32 logits that the (one) new token was chosen from."""
     receipt: Mapping[str, Any] | None = None
     """What the request can say about its use of the cache, where it asked (DESIGN section 9)."""

@@ -46,19 +46,17 @@ def token_delta(sequence: Sequence, output: HostOutput, rows: range, now_s: floa
         usage=sequence.usage() if tells_more else None,
         times=sequence.times(now_s) if reason else None,
         prompt_logprobs=sequence.prompt_logprobs if is_first else None,
-        logits_digest=_logits_digest(sequence, output, rows),
+        logits_digests=_logits_digests(sequence, output, rows),
         # What the receipt tells is complete with the first token, and a stop string may end the answer unannounced.
         receipt=sequence.receipt() if tells_more else None,
     )
 
 
-def _logits_digest(sequence: Sequence, output: HostOutput, rows: range) -> str | None:
+def _logits_digests(sequence: Sequence, output: HostOutput, rows: range) -> tuple[str, ...]:
     logits_bv = output.logits_bv
     if not sequence.request.wants_logits_digest or logits_bv is None:
-        return None
-    return " ".join(
-        hashlib.blake2b(logits.tobytes(), digest_size=16).hexdigest() for logits in logits_bv[rows]
-    )
+        return ()
+    return tuple(hashlib.blake2b(logits.tobytes(), digest_size=16).hexdigest() for logits in logits_bv[rows])
 
 
 def _logprobs(sequence: Sequence, output: HostOutput, rows: range) -> tuple[TokenLogprob, ...] | None:

@@ -22,6 +22,7 @@ def _report(capsys: pytest.CaptureFixture[str], module: Any, *flags: str) -> dic
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_messages_compares_few_and_many_of_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     report = _report(capsys, messages, "--tokens", "448", "--messages", "4", "20")
     few, many = report["results"]

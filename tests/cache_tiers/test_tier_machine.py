@@ -208,7 +208,7 @@ class DenseTierMachine(TierMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
 
-@pytest.mark.parametrize(("machine", "n_runs"), [(TierMachine, 125), (DenseTierMachine, 60)])
+@pytest.mark.parametrize(("machine", "n_runs"), [(TierMachine, 200), (DenseTierMachine, 150)])
 def test_tiers_give_back_what_was_stored(machine: type[TierMachine], n_runs: int) -> None:
     run_state_machine_as_test(
         machine,

@@ -6,28 +6,35 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.driver import N_SLOTS, Driver, drafted_batch, pages_of, proposal_batch
+from model.forward import decode
+from model.proposals import propose
+from model.state import abstract_state
+from tests.model.driver import FAST_COMPILE, N_SLOTS, Driver, drafted_batch, pages_of, proposal_batch
 from tests.model.test_mtp import deepseek_v4_with_mtp  # noqa: F401
 from tests.shared import shared_path
 
 N_ROWS = 8
-FAMILIES = [
-    "qwen3_5",
+SLOW = (
     "deepseek_v4",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("qwen3_next", "qwen3", "kimi_linear", "glm5_next")
-    ),
-]
+    "qwen3_next",
+    "qwen3",
+    "kimi_linear",
+    "glm5_next",
+    "qwen3_5-tp2",
+    "qwen3_next-tp4",
+    "glm5_next-tp2",
+)
+FAMILIES = ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 PROMPTS = {0: 61, 2: 130, 3: 7}
 N_TOKENS = 24
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def driver(request, deepseek_v4_with_mtp):  # noqa: F811
-    if request.param == "deepseek_v4":
-        return Driver.load(deepseek_v4_with_mtp)
-    return Driver.load(shared_path(f"tiny_models/{request.param}"))
+def driver(request):
+    family, _, ranks = request.param.partition("-tp")
+    if family == "deepseek_v4":
+        return Driver.load(request.getfixturevalue("deepseek_v4_with_mtp"))
+    return Driver.load(shared_path(f"tiny_models/{family}"), int(ranks or 1))
 
 
 def _started(driver):
@@ -112,3 +119,24 @@ def test_proposals_of_the_mtp_layer_change_nothing(driver, undrafted):
     drafted = _run(driver, lambda slot, got: [-1] * (1 + (len(got) + slot) % 4))
     assert drafted[3] + drafted[4] > 20
     _compare(driver, undrafted, drafted)
+
+
+@pytest.mark.parametrize("step", ["decode", "propose"])
+def test_rows_and_pages_change_in_place(driver, step):
+    """No copy of the arena or of all rows, whichever rows tokens start from and go to."""
+    if step == "propose" and driver.params.mtp is None:
+        pytest.skip("the model has no MTP layer")
+    static, n_pages, n_slots = driver.static, 4096, 2048
+    state = abstract_state(static, n_pages, n_slots, N_ROWS)
+    params = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), driver.params
+    )
+    batch = drafted_batch({0: (3, [-1, -1])}, N_ROWS) if step == "decode" else proposal_batch({0: (3, 2)}, 4)
+    program = {"decode": decode, "propose": propose}[step]
+    jitted = jax.jit(program, static_argnums=3, donate_argnums=1, compiler_options=FAST_COMPILE)
+    analysis = jitted.lower(params, state, batch, static).compile().memory_analysis()
+    arena_bytes = n_pages * static.layout.page_bytes
+    rows_bytes = n_slots * static.layout.active_row_bytes
+    largest = min(filter(None, (arena_bytes, rows_bytes)))
+    assert analysis.alias_size_in_bytes >= arena_bytes + rows_bytes
+    assert analysis.temp_size_in_bytes < largest / 4

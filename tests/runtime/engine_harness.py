@@ -116,7 +116,7 @@ class Collector:
 
     @property
     def digests(self) -> list[str]:
-        return [digest for delta in self.deltas for digest in (delta.logits_digest or "").split()]
+        return [digest for delta in self.deltas for digest in delta.logits_digests]
 
     @property
     def logprobs(self):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from model.sampling import _noise
 from runtime.drafting import Drafting, MtpProposer, PromptLookup, StepCosts
 from runtime.engine_builder import build_engine
 from runtime.request import SamplingParams
@@ -31,6 +33,7 @@ from tests.runtime.engine_harness import (
 )
 
 ROWS = 8
+VOCAB = 512
 N_REQUESTS = 24
 ROUNDS = {"1": 1, "3": 3, "7": 7, "as many as are worth it": None}
 
@@ -269,3 +272,53 @@ def test_a_preempted_sequence_goes_on_as_if_it_had_not_been(hybrid, uncached):
         assert engine.stats().preemptions_total > 0
         settled(engine)
         engine.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_in_the_default_mode_only_near_ties_differ(temperature):
+    """Batches of other sizes are other programs. What may be chosen is among the 20 best, so their gap can be told."""
+    options = options_for("qwen3_5", draft="mtp")
+    harness = Harness(build_engine(options), options.model_dir)
+    sampling = SamplingParams(max_tokens=60, temperature=temperature, top_k=20, ignore_eos=True, logprobs=20)
+    plain = harness.again()
+    n_same = n_proposed = 0
+    for most in (1, 3, 7, None):
+        drafting = replace_costs(drafting_of(harness, most=most))
+        engine = harness.again(drafting=drafting)
+        for i in range(12):
+            seeded = replace(sampling, seed=i)
+            pairs = [(ask(e, prompt_of(i, 20 + 9 * i), "a", seeded), e) for e in (engine, plain)]
+            for collector, _ in pairs:
+                collector.last()
+            (drafted, _), (alone, _) = pairs
+            at = next(
+                (j for j, (a, b) in enumerate(zip(drafted.tokens, alone.tokens, strict=True)) if a != b), None
+            )
+            n_same += at is None
+            if at is not None:
+                assert _gap(alone.logprobs[at], seeded, len(prompt_of(i, 20 + 9 * i)) + at) < 1e-3
+        n_proposed += sum(drafting.counts.proposed)
+        settled(engine)
+        engine.stop()
+    settled(plain)
+    plain.stop()
+    harness.engine.stop()
+    assert n_proposed > 500 and n_same > 40
+
+
+def replace_costs(drafting: Drafting) -> Drafting:
+    """As a device would have them where drafts always pay."""
+    drafting.costs = StepCosts({8: 0.01}, {2: 0.01, 4: 0.01, 8: 0.01}, {1: 0.0, 4: 0.0})
+    return drafting
+
+
+def _gap(logprob, sampling, position: int) -> float:
+    """Between the two best of what a token was chosen among."""
+    ids, values = (np.array(x) for x in zip(*logprob.top, strict=True))
+    if sampling.temperature:
+        seed_2 = np.array([sampling.seed >> 32, sampling.seed & 0xFFFFFFFF], np.uint32)
+        noise = np.asarray(_noise(seed_2, position, VOCAB))
+        values = values / sampling.temperature + noise[ids]
+    best = np.sort(values)
+    return float(best[-1] - best[-2])

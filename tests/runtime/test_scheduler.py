@@ -18,6 +18,7 @@ from cache_tiers import laws
 from cache_tiers.arena import BrokenLaw, IdPool, PageArena, law_conserved, law_distinct, law_idle, page_pool
 from cache_tiers.config import CacheConfig
 from cache_tiers.prefix_cache import PrefixCache
+from runtime.drafting import Drafting, MtpProposer, StepCosts
 from runtime.request import GenerationRequest, PromptTooLong, SamplingParams
 from runtime.scheduler import Scheduler
 from runtime.scheduler_config import SchedulerConfig
@@ -84,7 +85,8 @@ class FakeDevice:
         for page_id in checkpoint.row_page_ids:
             self.page_tokens[page_id] = [None] * PAGE
 
-    def run(self, plan: StepPlan) -> list[tuple[Sequence, int, int]]:
+    def run(self, plan: StepPlan) -> list[tuple[Sequence, int, list[int], int]]:
+        """Sequences with the outputs that they get, from which on, and how many drafts they had."""
         for preemption in plan.preemptions:
             sequence = preemption.sequence
             assert sequence.phase is Phase.PREEMPTED
@@ -127,10 +129,11 @@ class FakeDevice:
                 if tile.finishes:
                     assert end == sequence.prompt_tokens
                     self.last_token[sequence.slot] = token_of(sequence, 0)
-                    results.append((sequence, 0, token_of(sequence, 0)))
+                    results.append((sequence, 0, [token_of(sequence, 0)], 0))
         slots_used = set()
         for decode in plan.decodes:
-            assert len(decode.entries) <= decode.bucket_rows
+            assert decode.n_rows <= decode.bucket_rows
+            assert decode.drafted or not any(entry.draft_ids for entry in decode.entries)
             for entry in decode.entries:
                 sequence, slot = entry.sequence, entry.sequence.slot
                 assert slot not in slots_used
@@ -145,27 +148,40 @@ class FakeDevice:
                     self.masked[slot] = False
                 assert self.rows[slot] == self.content(sequence, entry.position_tokens)
                 assert self.last_token[slot] == token_of(sequence, entry.output_index - 1)
-                self._write(sequence, entry.position_tokens, entry.position_tokens + 1)
-                self._check_read(sequence, entry.position_tokens + 1)
-                self.rows[slot] = self.content(sequence, entry.position_tokens + 1)
+                n_drafts = len(entry.draft_ids)
+                n_right = (entry.output_index * 7 + sequence.arrival_index) % (n_drafts + 1)
+                end = entry.position_tokens + 1 + n_right
+                self._write(sequence, entry.position_tokens, end)
+                self._check_read(sequence, end)
+                for position in range(
+                    end, entry.position_tokens + 1 + n_drafts
+                ):  # room for what is wrong, too
+                    self.page_tokens.setdefault(sequence.page_ids[position // PAGE], [None] * PAGE)[
+                        position % PAGE
+                    ] = None
+                self.rows[slot] = self.content(sequence, end)
                 if entry.checkpoint is not None:
+                    assert not n_drafts
                     self._save_row(sequence, entry.checkpoint, entry.position_tokens + 1)
                 known = entry.forced_token_id is not None and not entry.restores_sampler
                 if not known:
-                    early = entry.output_index < sequence.request.sampling.min_tokens
-                    assert self.masked[slot] == (sequence.masks_stops and early)
+                    for index in range(entry.output_index, entry.output_index + 1 + n_drafts):
+                        early = index < sequence.request.sampling.min_tokens
+                        assert self.masked[slot] == (sequence.masks_stops and early)
+                        assert index < sequence.max_output_tokens
                 # A token that is computed again may differ: its successor must be forced.
-                token = -7 if known else token_of(sequence, entry.output_index)
-                self.last_token[slot] = token
-                results.append((sequence, entry.output_index, token))
+                indices = range(entry.output_index, entry.output_index + 1 + n_right)
+                tokens = [-7] if known else [token_of(sequence, index) for index in indices]
+                self.last_token[slot] = tokens[-1]
+                results.append((sequence, entry.output_index, tokens, n_drafts))
         return results
 
 
 class Simulation:
     """The engine's loop without the engine: one step in flight while the next is planned."""
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache):
-        self.scheduler = Scheduler(config, cache)
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, drafting: Drafting | None = None):
+        self.scheduler = Scheduler(config, cache, drafting)
         self.device = FakeDevice(
             has_rows=cache.config.row_pages > 0, reuses_decoded=cache.config.reuse_generated
         )
@@ -180,7 +196,9 @@ class Simulation:
         if not plan.empty:
             self.plans.append(plan)
             self.in_flight.append((plan, self.device.run(plan)))
-        if self.in_flight and (plan.empty or len(self.in_flight) > 1):
+        completed = False
+        while self.in_flight and (plan.empty or plan.has_drafts or len(self.in_flight) > 1):
+            completed = True
             done, results = self.in_flight.popleft()
             tiles = [tile for call in done.prefills for tile in call.tiles]
             for planned in (*tiles, *(entry for call in done.decodes for entry in call.entries)):
@@ -190,23 +208,28 @@ class Simulation:
             for sequence in list(self.scheduler.admitted):
                 if sequence.settled_by(done.step):
                     self.scheduler.finish(sequence)
-            for sequence, output_index, token in results:
-                self._commit(sequence, output_index, token)
+            for sequence, output_index, tokens, n_drafts in results:
+                self._commit(sequence, output_index, tokens, n_drafts)
             law_books(self.scheduler)
             laws.check(self.scheduler.cache)
             law_distinct(self.scheduler.slots)
-            return True
-        return not plan.empty
+            if plan.empty:
+                break
+        return completed or not plan.empty
 
-    def _commit(self, sequence: Sequence, output_index: int, token: int) -> None:
+    def _commit(self, sequence: Sequence, output_index: int, tokens: list[int], n_drafts: int) -> None:
         if sequence.phase is Phase.FINISHED or output_index < len(sequence.output_token_ids):
             return
         assert output_index == len(sequence.output_token_ids)
-        sequence.output_token_ids.append(token)
+        if n_drafts:
+            self.scheduler.advance(sequence, n_drafts=n_drafts, n_right=len(tokens) - 1)
         wanted = self.stops.get(sequence.request_id, sequence.max_output_tokens)
-        if len(sequence.output_token_ids) == min(wanted, sequence.max_output_tokens):
-            self.cancel(sequence)
-            self.finished.append(sequence)
+        for token in tokens:
+            sequence.output_token_ids.append(token)
+            if len(sequence.output_token_ids) == min(wanted, sequence.max_output_tokens):
+                self.cancel(sequence)
+                self.finished.append(sequence)
+                break
 
     def cancel(self, sequence: Sequence) -> None:
         if self.scheduler.finish(sequence):
@@ -256,6 +279,14 @@ def make_config(**changes) -> SchedulerConfig:
     return SchedulerConfig(**{**values, **changes})
 
 
+def drafting_of(most: int | None) -> Drafting | None:
+    """As many drafts as there is room for."""
+    if most is None:
+        return None
+    costs = StepCosts({1: 1.0}, {1: 1.0})
+    return Drafting(MtpProposer(), most, adaptive=False, rows_most=8, vocab_size=10**6, costs=costs)
+
+
 requests = st.lists(
     st.tuples(
         st.integers(1, 60),  # prompt
@@ -283,9 +314,10 @@ requests = st.lists(
     cached=st.booleans(),
     row_pages=st.sampled_from([0, 1, 3]),
     reuse_generated=st.booleans(),
+    drafts=st.sampled_from([None, 1, 3, 7]),
 )
 def test_any_load_keeps_the_laws_and_every_token(
-    specs, n_pages, swap, mode, budget, buckets, cached, row_pages, reuse_generated
+    specs, n_pages, swap, mode, budget, buckets, cached, row_pages, reuse_generated, drafts
 ):
     simulation = Simulation(
         make_config(
@@ -294,8 +326,10 @@ def test_any_load_keeps_the_laws_and_every_token(
             prefill_budget_tokens=budget,
             decode_buckets_rows=buckets,
             max_model_tokens=104,
+            drafted_buckets_rows=(2, 8) if drafts else (),
         ),
         make_cache(n_pages, enabled=cached, row_pages=row_pages, reuse_generated=reuse_generated),
+        drafting_of(drafts),
     )
     arrivals, cancels, sequences = {}, {}, []
     clock = 0
