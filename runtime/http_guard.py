@@ -161,7 +161,7 @@ class Guard:
             response.headers["Vary"] = "Origin"
             if origin in self._rules.origins:
                 response.headers["Access-Control-Allow-Origin"] = origin
-                response.headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
+                response.headers["Access-Control-Expose-Headers"] = "x-request-id, x-seed, retry-after"
 
     def _check_host(self, request: web.Request) -> None:
         if self._rules.hosts is None:

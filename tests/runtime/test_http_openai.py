@@ -84,6 +84,21 @@ def test_choices_are_seeded_apart_and_the_first_equals_n_1(openai_client: OpenAI
     assert three.usage.completion_tokens == 48
 
 
+def test_the_seed_that_was_drawn_gives_the_same_answer_again(server: Client) -> None:
+    """Whole or streamed, an answer tells its seed; a negative one comes back as it was sent."""
+    body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 1.0}
+    status, headers, answer = server.request("POST", CHAT, body)
+    again_status, again_headers, again = server.request(
+        "POST", CHAT, {**body, "seed": int(headers["x-seed"])}
+    )
+    assert (status, again_status) == (200, 200) and again_headers["x-seed"] == headers["x-seed"]
+    texts = [json.loads(raw)["choices"][0]["message"]["content"] for raw in (answer, again)]
+    assert texts[0] == texts[1]
+    _, other, _ = server.request("POST", CHAT, {**body, "stream": True})
+    assert 0 <= int(other["x-seed"]) < 2**63 and other["x-seed"] != headers["x-seed"]
+    assert server.request("POST", CHAT, {**body, "seed": -3})[1]["x-seed"] == "-3"
+
+
 def test_choices_interleave_in_a_stream_each_ending_once(server: Client) -> None:
     body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 1, "n": 2, **EXACT}
     chunks = server.events(CHAT, body)
