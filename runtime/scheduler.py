@@ -155,7 +155,7 @@ class Scheduler:
         """Whether the next step's drafts are worth waiting for all tokens to be read."""
         if self.drafting is None:
             return False
-        running = [sequence for sequence in self.admitted if sequence.wants_decode]
+        running = self._running()
         return bool(running) and self.drafting.reads_first(running)
 
     @property
@@ -348,8 +348,12 @@ class Scheduler:
     def _choose_drafts(self) -> dict[Sequence, tuple[int, ...]]:
         if self.drafting is None:
             return {}
-        running = [sequence for sequence in self.admitted if sequence.wants_decode]
+        running = self._running()
         return self.drafting.choose(running, [self._most_drafts(sequence) for sequence in running])
+
+    def _running(self) -> list[Sequence]:
+        """All that the next decode step would have."""
+        return [sequence for sequence in self.admitted if sequence.wants_decode]
 
     def _most_drafts(self, sequence: Sequence) -> int:
         most = sequence.most_drafts()

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model import forward, proposals
-from model.batch import DecodeBatch, SamplingBatch, StepOutput, TileBatch
+from model.batch import DecodeBatch, ProposalBatch, SamplingBatch, StepOutput, TileBatch
 from model.prompt_scores import PromptScores, ScoredTileBatch
 from model.rows import gather_pages, restore_row, save_row, scatter_pages
 from model.state import DeviceState, abstract_state
@@ -395,15 +395,17 @@ class DeviceSteps:
     def propose(self, entries: Items[DecodeEntry]) -> None:
         """Lets the MTP layer name the drafts of these entries, for the decode call that follows."""
         n_lanes = next(rows for rows in self.shapes.proposal_buckets_rows if rows >= len(entries))
-        batch = build_proposals(entries, n_lanes, self.shapes.table_pages, self._scratch_slot)
-        self.state = self._programs[proposal_name(n_lanes)](self.params, self.state, batch)
+        self._propose(build_proposals(entries, n_lanes, self.shapes.table_pages, self._scratch_slot))
 
     def propose_nothing(self, n_lanes: int, n_rounds: int) -> jax.Array:
         """So many rounds of proposals for nobody, to see what they take."""
         batch = build_proposals((), n_lanes, self.shapes.table_pages, self._scratch_slot)
-        batch = batch.replace(n_steps=np.int32(n_rounds))
-        self.state = self._programs[proposal_name(n_lanes)](self.params, self.state, batch)
+        self._propose(batch.replace(n_steps=np.int32(n_rounds)))
         return self.state.proposed_sk
+
+    def _propose(self, batch: ProposalBatch) -> None:
+        name = proposal_name(len(batch.slots_b))
+        self.state = self._programs[name](self.params, self.state, batch)
 
     def _forward(self, name: str, batch: TileBatch | ScoredTileBatch | DecodeBatch) -> Any:
         self.state, output = self._programs[name](self.params, self.state, batch)
